@@ -59,12 +59,25 @@ class CoordinatorClient::Impl : public grpc::ClientBidiReactor<ConnectRequest, C
     interrupt_ = std::move(callback);
   }
 
-  void StartHeartbeats(absl::Duration period) {
-    heartbeat_thread_ = std::thread([this, period] {
+  void StartHeartbeats(absl::Duration period, absl::Duration silence) {
+    heartbeat_thread_ = std::thread([this, period, silence] {
       while (true) {
+        bool silent;
         {
           absl::MutexLock lock(&mutex_);
           if (mutex_.AwaitWithTimeout(absl::Condition(this, &Impl::EndingLocked), period)) return;
+          silent = absl::Now() - last_heard_ > silence;
+        }
+        if (silent) {
+          const std::string message =
+              absl::StrCat("the coordinator has been silent for more than ", absl::FormatDuration(silence),
+                           "; is its process stopped or its machine gone?");
+          MP_LOG(ERROR) << message;
+          // A cancelled stream may take a while to end when the peer is silent, so waits are ended here.
+          commands_.Close(absl::UnavailableError(message));
+          Interrupt(absl::UnavailableError(message));
+          context_.TryCancel();
+          return;
         }
         ConnectRequest event;
         auto* heartbeat = event.mutable_heartbeat();
@@ -151,7 +164,10 @@ class CoordinatorClient::Impl : public grpc::ClientBidiReactor<ConnectRequest, C
       Break();
       return;
     }
-    if (incoming_.has_key_value()) {
+    if (incoming_.has_heartbeat()) {
+      absl::MutexLock lock(&mutex_);
+      last_heard_ = absl::Now();
+    } else if (incoming_.has_key_value()) {
       absl::MutexLock lock(&mutex_);
       auto reply = replies_.find(incoming_.key_value().id());
       if (reply != replies_.end()) reply->second = std::move(*incoming_.mutable_key_value()->mutable_value());
@@ -232,6 +248,7 @@ class CoordinatorClient::Impl : public grpc::ClientBidiReactor<ConnectRequest, C
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status final_ ABSL_GUARDED_BY(mutex_);
+  absl::Time last_heard_ ABSL_GUARDED_BY(mutex_) = absl::Now();
   uint64_t last_request_ ABSL_GUARDED_BY(mutex_) = 0;
   std::map<uint64_t, std::optional<std::string>> replies_ ABSL_GUARDED_BY(mutex_);
   std::function<void(const absl::Status&)> interrupt_ ABSL_GUARDED_BY(mutex_);
@@ -285,7 +302,8 @@ absl::StatusOr<std::unique_ptr<CoordinatorClient>> CoordinatorClient::Connect(Op
     return status;
   }
   impl->worker = welcome->welcome().worker();
-  impl->StartHeartbeats(absl::Seconds(welcome->welcome().heartbeat_seconds()));
+  impl->StartHeartbeats(absl::Seconds(welcome->welcome().heartbeat_seconds()),
+                        absl::Seconds(welcome->welcome().silence_seconds()));
   return std::unique_ptr<CoordinatorClient>(new CoordinatorClient(std::move(impl)));
 }
 

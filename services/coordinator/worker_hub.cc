@@ -146,6 +146,7 @@ absl::StatusOr<uint32_t> WorkerHub::Register(Stream* stream, const worker::v1::R
   ConnectResponse welcome;
   welcome.mutable_welcome()->set_worker(entry.info.id);
   welcome.mutable_welcome()->set_heartbeat_seconds(absl::ToDoubleSeconds(options_.heartbeat_period));
+  welcome.mutable_welcome()->set_silence_seconds(absl::ToDoubleSeconds(options_.silence));
   stream->Send(std::move(welcome));
   MP_LOG(INFO) << entry.info.ToString() << " registered";
   WorkerEvent event;
@@ -167,6 +168,9 @@ void WorkerHub::Handle(uint32_t worker, ConnectRequest message) {
       info.activity = message.heartbeat().activity();
       info.waiting_for = message.heartbeat().waiting_for();
       info.clock_offset = absl::FromUnixMicros(message.heartbeat().clock_us()) - info.last_heard;
+      ConnectResponse reply;
+      reply.mutable_heartbeat();
+      entry->second.stream->Send(std::move(reply));
       return;
     }
     if (message.has_key_value()) {

@@ -45,6 +45,8 @@ class WorkerHub : public worker::v1::WorkerService::CallbackService {
     // Protos that a worker must have been built from.
     std::string proto_digest;
     absl::Duration heartbeat_period = absl::Seconds(1);
+    // Silence after which either side takes the other for dead.
+    absl::Duration silence = absl::Seconds(10);
   };
   explicit WorkerHub(Options options);
   ~WorkerHub() override;

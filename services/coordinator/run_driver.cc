@@ -1,0 +1,629 @@
+#include "services/coordinator/run_driver.h"
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "moonpipe/base/file.h"
+#include "moonpipe/base/logging.h"
+#include "moonpipe/base/status_macros.h"
+#include "moonpipe/config/run_file.h"
+#include "moonpipe/pipeline/schedule.h"
+#include "moonpipe/spec/flops.h"
+#include "moonpipe/spec/model_config.h"
+#include "moonpipe/spec/tensor_list.h"
+#include "moonpipe/train/lr_schedule.h"
+#include "moonpipe/train/parameter_groups.h"
+#include "services/coordinator/checkpoint_ledger.h"
+#include "services/coordinator/edge_traffic.h"
+#include "services/coordinator/journal.h"
+#include "services/coordinator/plan_builder.h"
+#include "services/coordinator/run_files.h"
+#include "services/coordinator/step_commit.h"
+#include "services/coordinator/worker_pool.h"
+
+namespace moonpipe {
+
+using cluster::v1::Checkpoint;
+using cluster::v1::EvalResult;
+using cluster::v1::StepEvent;
+using cluster::v1::TrainingRun;
+using common::v1::WORKER_ROLE_DATALOADER;
+using worker::v1::ConnectResponse;
+using worker::v1::PublishManifest;
+using worker::v1::StepReport;
+
+namespace {
+
+// Steps that a trace keeps.
+constexpr size_t kTraceSteps = 3;
+// Decoding steps are numbered from here, so that they never meet a training step.
+constexpr uint64_t kFirstDecodeStep = uint64_t{1} << 48;
+
+struct Control {
+  const char* name;
+  bool zero_features;
+};
+constexpr Control kControls[] = {{"none", false}, {"zero-features", true}, {"swap-pictures", false}};
+
+class RunSession {
+ public:
+  RunSession(const RunDriverOptions& options, const RunRegistry::Job& job)
+      : options_(options), job_(job), spec_(job.run.spec()), folder_(job.run.folder()), trace_(kTraceSteps), begin_(absl::Now()) {}
+
+  // The state in which the run ends.
+  absl::StatusOr<TrainingRun::State> Drive();
+  // Tells every worker to end.
+  void Drain(const std::string& reason);
+
+ private:
+  absl::Status ReadModel();
+  absl::Status ChooseStart();
+  absl::StatusOr<std::vector<WorkerInfo>> AwaitWorkers();
+  absl::Status CarryOutPlan();
+  absl::StatusOr<TrainingRun::State> Train();
+  absl::Status TakeStep(uint64_t step);
+  absl::StatusOr<PublishManifest> AwaitManifest(uint64_t step);
+  void Prepare(uint64_t step);
+  absl::Status RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, const Schedule& schedule, bool decode,
+                            bool zero_features);
+  absl::Status AwaitCommitted(uint64_t step);
+  absl::Status Save(uint64_t step);
+  absl::Status Evaluate();
+  absl::StatusOr<EvalResult> AnswerSet(const cluster::v1::EvalSet& set, const Control& control, bool* pictures_in_pairs);
+  absl::Status WriteReport();
+
+  absl::Time StepDeadline() const { return absl::Now() + absl::Seconds(spec_.runtime().step_timeout_seconds()); }
+  bool Computes(const WorkerInfo& worker) const { return worker.registration.role() != WORKER_ROLE_DATALOADER; }
+  // Members that compute and are not in `have`.
+  template <typename Map>
+  std::vector<uint32_t> Missing(const Map& have) const {
+    std::vector<uint32_t> missing;
+    for (const WorkerInfo& member : pool_->members()) {
+      if (Computes(member) && !have.contains(member.id)) missing.push_back(member.id);
+    }
+    return missing;
+  }
+  uint32_t Dataloader() const {
+    for (const WorkerInfo& member : pool_->members()) {
+      if (!Computes(member)) return member.id;
+    }
+    return 0;
+  }
+  void Update(const std::function<void(TrainingRun&)>& change) { options_.runs->Update(job_.id, change); }
+  void SetState(TrainingRun::State state) {
+    Update([&](TrainingRun& run) { run.set_state(state); });
+  }
+
+  const RunDriverOptions options_;
+  const RunRegistry::Job job_;
+  const cluster::v1::TrainingRunSpec spec_;
+  const std::string folder_;
+
+  ModelConfig config_;
+  std::vector<TensorSpec> tensors_;
+  std::vector<std::string> norm_names_;  // canonical order of the gradient norm
+  Schedule schedule_;
+  worker::v1::InitialState initial_;
+  data::v1::DataCursor cursor_;  // where the next step begins
+  std::optional<Journal> journal_;
+  std::optional<CheckpointLedger> ledger_;
+  std::optional<MetricsLog> metrics_log_;
+  Trace trace_;
+  uint64_t generation_ = 0;
+  std::unique_ptr<WorkerPool> pool_;
+  std::vector<worker::v1::Plan> plans_;
+  double peak_flops_ = 0;
+
+  uint64_t last_step_ = 0;       // committed or skipped
+  uint64_t optimizer_steps_ = 0; // committed
+  uint64_t prepared_step_ = 0;
+  uint64_t last_saved_ = 0;
+  bool unacknowledged_ = false;  // the commit of last_step_ is not yet acknowledged by all
+  uint64_t next_decode_step_ = kFirstDecodeStep;
+  std::vector<EvalResult> evals_;
+
+  const absl::Time begin_;
+  absl::Duration training_time_;
+  uint64_t tokens_ = 0, images_ = 0;
+  double flops_ = 0, step_seconds_ = 0, last_loss_ = 0;
+  uint64_t steps_here_ = 0;
+};
+
+absl::StatusOr<TrainingRun::State> RunSession::Drive() {
+  MOONPIPE_RETURN_IF_ERROR(ReadModel());
+  MOONPIPE_RETURN_IF_ERROR(ChooseStart());
+  MOONPIPE_RETURN_IF_ERROR(CarryOutPlan());
+  if (job_.evaluate_only) {
+    MOONPIPE_RETURN_IF_ERROR(Evaluate());
+    return TrainingRun::STATE_SUCCEEDED;
+  }
+  MOONPIPE_ASSIGN_OR_RETURN(const TrainingRun::State state, Train());
+  if (state == TrainingRun::STATE_SUCCEEDED) {
+    MOONPIPE_RETURN_IF_ERROR(Evaluate());
+    MOONPIPE_RETURN_IF_ERROR(WriteReport());
+  }
+  return state;
+}
+
+absl::Status RunSession::ReadModel() {
+  std::error_code error;
+  std::filesystem::create_directories(folder_, error);
+  if (error) return absl::InternalError(absl::StrCat("cannot create run folder ", folder_, ": ", error.message()));
+  MOONPIPE_RETURN_IF_ERROR(WriteFileAtomically(folder_ + "/run.yaml", WriteYaml(spec_)));
+  const std::string path = spec_.model().has_path() ? spec_.model().path() + "/config.json" : spec_.model().config();
+  MOONPIPE_ASSIGN_OR_RETURN(config_, ReadModelConfig(path));
+  tensors_ = ListTensors(config_);
+  // A group that matches nothing is refused here, before any worker starts.
+  MOONPIPE_ASSIGN_OR_RETURN(const std::vector<UpdateRule> rules, AssignUpdateRules(spec_.optimizer(), tensors_, tensors_));
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (!rules[i].frozen) norm_names_.push_back(tensors_[i].name);
+  }
+  ScheduleOptions schedule;
+  schedule.name = spec_.pipeline().schedule();
+  schedule.stages = static_cast<int32_t>(spec_.pipeline().stages());
+  schedule.microbatches = static_cast<int32_t>(spec_.pipeline().microbatches());
+  schedule.has_vision = config_.vision.has_value();
+  schedule.vision_in_first_stage = spec_.vision().placement() == cluster::v1::VisionSpec::PLACEMENT_FIRST_STAGE;
+  schedule.tied_embeddings = config_.text.tie_word_embeddings;
+  MOONPIPE_ASSIGN_OR_RETURN(schedule_, MakeSchedule(schedule));
+  return ValidateSchedule(schedule_);
+}
+
+absl::Status RunSession::ChooseStart() {
+  MOONPIPE_ASSIGN_OR_RETURN(CheckpointLedger ledger, CheckpointLedger::Open(folder_ + "/checkpoints"));
+  ledger_.emplace(std::move(ledger));
+  MOONPIPE_ASSIGN_OR_RETURN(Journal journal, Journal::Open(folder_ + "/journal.jsonl"));
+  journal_.emplace(std::move(journal));
+  metrics_log_.emplace(folder_ + "/metrics.jsonl");
+  const std::string& resume = job_.evaluate_only ? "auto" : spec_.checkpoint().resume();
+  MOONPIPE_ASSIGN_OR_RETURN(const std::optional<CheckpointManifest> checkpoint, ledger_->ChooseResume(resume));
+  if (checkpoint.has_value()) {
+    initial_.set_path(checkpoint->folder);
+    initial_.set_has_optimizer_state(true);
+    initial_.set_step(checkpoint->step);
+    cursor_ = checkpoint->cursor;
+    last_step_ = last_saved_ = checkpoint->step;
+    optimizer_steps_ = checkpoint->optimizer_steps;
+    for (const std::string& difference : checkpoint->DifferencesTo(ledger_->environment())) {
+      MP_LOG(WARNING) << "the checkpoint was made under other conditions, bits may differ: " << difference;
+    }
+    MP_LOG(INFO) << "going on from " << checkpoint->folder << " after step " << last_step_;
+  } else if (spec_.model().has_path()) {
+    initial_.set_path(spec_.model().path());
+  }
+  if (!job_.evaluate_only && last_step_ >= spec_.train().steps()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("run ", job_.id, " has finished: ", last_step_, " of ", spec_.train().steps(),
+                     " steps are taken; raise train.steps to go on, or start a new run folder"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<WorkerInfo>> RunSession::AwaitWorkers() {
+  const absl::Time deadline = absl::Now() + absl::Seconds(spec_.runtime().start_timeout_seconds());
+  while (true) {
+    const WorkerChoice choice = ChooseWorkers(spec_, config_, options_.hub->Workers());
+    if (choice.missing.empty()) return choice.workers;
+    if (absl::Now() >= deadline) {
+      return absl::DeadlineExceededError(absl::StrCat("after ", spec_.runtime().start_timeout_seconds(),
+                                                      " s these services have not registered: ",
+                                                      absl::StrJoin(choice.missing, ", "), "; start them with --coordinator"));
+    }
+    if (options_.runs->TakeWishes(job_.id).stop) return absl::CancelledError("stopped while waiting for workers");
+    // Events only say that something changed.
+    (void)options_.hub->Next(std::min(deadline, absl::Now() + absl::Milliseconds(200)));
+  }
+}
+
+absl::Status RunSession::CarryOutPlan() {
+  MOONPIPE_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, AwaitWorkers());
+  generation_ = ++*options_.generation;
+  options_.hub->BeginGeneration(generation_);
+  MOONPIPE_ASSIGN_OR_RETURN(
+      PlannedRun planned, BuildPlans(PlanRequest{job_.id, generation_, spec_, config_, workers, initial_, cursor_}));
+  plans_ = std::move(planned.plans);
+  SetState(TrainingRun::STATE_STARTING);
+  Update([&](TrainingRun& run) { run.set_plan_summary(planned.summary); });
+  WorkerPool::Options pool;
+  pool.generation = generation_;
+  pool.heartbeat_timeout = absl::Seconds(spec_.runtime().heartbeat_timeout_seconds());
+  pool_ = std::make_unique<WorkerPool>(options_.hub, workers, pool);
+  for (const worker::v1::Plan& plan : plans_) {
+    ConnectResponse command;
+    *command.mutable_plan() = plan;
+    pool_->Send(plan.worker(), std::move(command));
+  }
+  for (const WorkerInfo& worker : workers) {
+    if (!Computes(worker)) continue;
+    const double peak = worker.registration.peak_flops_per_second();
+    if (peak <= 0 || peak_flops_ < 0) {
+      peak_flops_ = -1;  // one unknown device makes the sum unknown
+    } else {
+      peak_flops_ += peak;
+    }
+  }
+  MOONPIPE_RETURN_IF_ERROR(pool_->Await(
+      "the workers carried out the plan", absl::Now() + absl::Seconds(spec_.runtime().start_timeout_seconds()),
+      [&] { return pool_->ready.size() == pool_->members().size(); },
+      [&] {
+        std::vector<uint32_t> missing;
+        for (const WorkerInfo& member : pool_->members()) {
+          if (!pool_->ready.contains(member.id)) missing.push_back(member.id);
+        }
+        return missing;
+      }));
+  options_.metrics->SetRun(job_.id, spec_.train().steps(), peak_flops_);
+  return absl::OkStatus();
+}
+
+void RunSession::Prepare(uint64_t step) {
+  if (step <= prepared_step_ || step > spec_.train().steps()) return;
+  ConnectResponse command;
+  command.mutable_prepare_step()->set_generation(generation_);
+  command.mutable_prepare_step()->set_step(step);
+  pool_->Send(Dataloader(), std::move(command));
+  prepared_step_ = step;
+}
+
+absl::StatusOr<PublishManifest> RunSession::AwaitManifest(uint64_t step) {
+  const absl::Time begin = absl::Now();
+  MOONPIPE_RETURN_IF_ERROR(pool_->Await(
+      absl::StrCat("the dataloader made step ", step), StepDeadline(), [&] { return pool_->manifests.contains(step); },
+      [&] { return std::vector<uint32_t>{Dataloader()}; }));
+  options_.metrics->ObserveDataloaderWait(absl::ToDoubleSeconds(absl::Now() - begin));
+  auto manifest = pool_->manifests.extract(step);
+  if (!manifest.mapped().error().empty()) {
+    return absl::InvalidArgumentError(absl::StrCat("the dataloader cannot make step ", step, ": ", manifest.mapped().error()));
+  }
+  return std::move(manifest.mapped());
+}
+
+absl::Status RunSession::RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, const Schedule& schedule, bool decode,
+                                      bool zero_features) {
+  uint64_t trained_labels = 0;
+  for (const auto& microbatch : manifest.microbatches()) trained_labels += microbatch.trained_labels();
+  for (const worker::v1::Plan& plan : plans_) {
+    if (!plan.has_part()) continue;
+    ConnectResponse command;
+    worker::v1::RunStep& run = *command.mutable_run_step();
+    run.set_generation(generation_);
+    run.set_step(step);
+    *run.mutable_manifest() = ManifestView(manifest, plan.part(), plan.stages());
+    run.set_trained_labels(trained_labels);
+    for (const Action& action : ActionsOf(schedule, plan.part())) run.add_actions(action.ToString());
+    run.set_decode(decode);
+    run.set_zero_features(zero_features && plan.part().has_embedding());
+    pool_->Send(plan.worker(), std::move(command));
+  }
+  return pool_->Await(
+      absl::StrCat(decode ? "decoding step " : "step ", step, " ran"), StepDeadline(),
+      [&] { return Missing(pool_->reports[step]).empty(); }, [&] { return Missing(pool_->reports[step]); });
+}
+
+absl::Status RunSession::AwaitCommitted(uint64_t step) {
+  if (!unacknowledged_) return absl::OkStatus();
+  MOONPIPE_RETURN_IF_ERROR(pool_->Await(
+      absl::StrCat("the workers committed step ", step), StepDeadline(), [&] { return Missing(pool_->committed[step]).empty(); },
+      [&] { return Missing(pool_->committed[step]); }));
+  pool_->committed.erase(step);
+  unacknowledged_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status RunSession::TakeStep(uint64_t step) {
+  const absl::Time begin = absl::Now();
+  Prepare(step);
+  MOONPIPE_ASSIGN_OR_RETURN(const PublishManifest published, AwaitManifest(step));
+  const data::v1::StepManifest& manifest = published.manifest();
+  if (const std::string* digest = journal_->DigestOf(step); digest != nullptr && *digest != manifest.digest()) {
+    return absl::DataLossError(absl::StrCat("step ", step, " was journaled with other data than the dataloader makes now; the files in "
+                                            "data.train have changed since this run began"));
+  }
+  for (const auto& skipped : manifest.skipped()) {
+    MP_LOG(WARNING) << "skipped sample " << skipped.sample() << " (" << skipped.key() << "): " << skipped.reason() << ": "
+                    << skipped.detail();
+  }
+  Prepare(step + 1);  // the dataloader works ahead while the step runs
+  MOONPIPE_RETURN_IF_ERROR(RunOnWorkers(step, manifest, schedule_, /*decode=*/false, /*zero_features=*/false));
+  MOONPIPE_RETURN_IF_ERROR(AwaitCommitted(last_step_));
+
+  const std::map<uint32_t, StepReport> reports = std::move(pool_->reports[step]);
+  pool_->reports.erase(step);
+  std::vector<StepReport> ordered;
+  for (const auto& [worker, report] : reports) ordered.push_back(report);
+  MOONPIPE_ASSIGN_OR_RETURN(const StepDecision decision,
+                            DecideStep(StepDecisionInputs{generation_, step, norm_names_, spec_.train().max_grad_norm(), manifest}, ordered));
+  MOONPIPE_RETURN_IF_ERROR(CheckEdgeTraffic(plans_, manifest, config_, reports));
+
+  const double factor = LearningRateFactor(spec_.optimizer().schedule(), step - 1, spec_.train().steps());
+  JournalEntry entry;
+  entry.step = step;
+  entry.generation = generation_;
+  entry.digest = manifest.digest();
+  entry.loss = decision.loss;
+  entry.grad_norm = decision.grad_norm;
+  entry.clip_factor = decision.clip_factor;
+  entry.skip_reason = decision.skip_reason;
+  entry.next_cursor = manifest.next_cursor();
+  // Nothing has changed anywhere until this line is on disk; from here on the step counts.
+  MOONPIPE_RETURN_IF_ERROR(journal_->Append(entry));
+  ConnectResponse command;
+  if (decision.skip_reason.empty()) {
+    worker::v1::CommitStep& commit = *command.mutable_commit_step();
+    commit.set_generation(generation_);
+    commit.set_step(step);
+    commit.set_clip_factor(decision.clip_factor);
+    commit.set_learning_rate_factor(factor);
+    for (const auto& counts : decision.expert_counts) *commit.add_expert_counts() = counts;
+    ++optimizer_steps_;
+  } else {
+    command.mutable_skip_step()->set_generation(generation_);
+    command.mutable_skip_step()->set_step(step);
+    command.mutable_skip_step()->set_reason(decision.skip_reason);
+    MP_LOG(WARNING) << "step " << step << " is skipped: " << decision.skip_reason;
+  }
+  for (const WorkerInfo& member : pool_->members()) {
+    if (Computes(member)) pool_->Send(member.id, command);
+  }
+  unacknowledged_ = true;
+  last_step_ = step;
+  cursor_ = manifest.next_cursor();
+
+  StepEvent event;
+  event.set_step(step);
+  event.set_total_steps(spec_.train().steps());
+  event.set_loss(decision.loss);
+  event.set_grad_norm(decision.grad_norm);
+  event.set_learning_rate(factor * spec_.optimizer().learning_rate());
+  for (const auto& microbatch : manifest.microbatches()) {
+    event.set_tokens(event.tokens() + microbatch.tokens());
+    event.set_trained_labels(event.trained_labels() + microbatch.trained_labels());
+    event.set_images(event.images() + static_cast<uint64_t>(microbatch.grids_size()));
+    event.set_samples(event.samples() + static_cast<uint64_t>(microbatch.samples_size()));
+  }
+  const StepFlops flops = CountStepFlops(config_, manifest);
+  event.set_model_flops(flops.total());
+  event.set_bubble_ratio(decision.bubble_ratio);
+  for (const auto& [worker, report] : reports) {
+    event.set_peak_memory_bytes(std::max(event.peak_memory_bytes(), report.peak_memory_bytes()));
+    const std::optional<WorkerInfo> info = pool_->Latest(worker);
+    if (info.has_value()) trace_.Add(step, info->ToString(), info->clock_offset, report);
+  }
+  event.set_skip_reason(decision.skip_reason);
+  const double seconds = absl::ToDoubleSeconds(absl::Now() - begin);
+  event.set_seconds(seconds);
+  if (peak_flops_ > 0) event.set_mfu(flops.total() / seconds / peak_flops_);
+  ++steps_here_;
+  step_seconds_ += seconds;
+  tokens_ += event.tokens();
+  images_ += event.images();
+  flops_ += flops.total();
+  last_loss_ = decision.loss;
+  event.set_eta_seconds(step_seconds_ / static_cast<double>(steps_here_) * static_cast<double>(spec_.train().steps() - step));
+  metrics_log_->Append(event);
+  options_.metrics->ObserveStep(event);
+  options_.runs->PublishStep(job_.id, event);
+  return absl::OkStatus();
+}
+
+absl::Status RunSession::Save(uint64_t step) {
+  if (step == last_saved_) return absl::OkStatus();
+  MOONPIPE_RETURN_IF_ERROR(AwaitCommitted(step));
+  const absl::Time begin = absl::Now();
+  Checkpoint checkpoint;
+  checkpoint.set_name(absl::StrFormat("%s/checkpoints/step-%08d", job_.run.name(), step));
+  checkpoint.set_step(step);
+  checkpoint.set_state(Checkpoint::STATE_SAVING);
+  options_.runs->PutCheckpoint(job_.id, checkpoint);
+  auto write = [&]() -> absl::StatusOr<CheckpointManifest> {
+    MOONPIPE_ASSIGN_OR_RETURN(const std::string writing, ledger_->BeginWriting(step));
+    uint32_t shards = 0, shard = 0;
+    for (const worker::v1::Plan& plan : plans_) shards += plan.has_part();
+    for (const worker::v1::Plan& plan : plans_) {
+      if (!plan.has_part()) continue;
+      ConnectResponse command;
+      worker::v1::SaveShards& save = *command.mutable_save_shards();
+      save.set_generation(generation_);
+      save.set_step(step);
+      save.set_folder(writing);
+      save.set_shard(++shard);
+      save.set_shards(shards);
+      pool_->Send(plan.worker(), std::move(command));
+    }
+    MOONPIPE_RETURN_IF_ERROR(pool_->Await(
+        absl::StrCat("the workers wrote the checkpoint of step ", step),
+        absl::Now() + absl::Seconds(spec_.runtime().save_timeout_seconds()), [&] { return Missing(pool_->saved[step]).empty(); },
+        [&] { return Missing(pool_->saved[step]); }));
+    std::vector<worker::v1::ShardFile> files;
+    for (const auto& [worker, saved] : pool_->saved[step]) {
+      if (!saved.error().empty()) {
+        return absl::InternalError(absl::StrCat(pool_->NameOf(worker), " could not write its shard: ", saved.error()));
+      }
+      files.insert(files.end(), saved.files().begin(), saved.files().end());
+    }
+    pool_->saved.erase(step);
+    CheckpointContents contents;
+    contents.step = step;
+    contents.optimizer_steps = optimizer_steps_;
+    contents.cursor = cursor_;
+    contents.spec = spec_;
+    contents.config_json = config_.json;
+    contents.tokenizer_folder = spec_.data().tokenizer();
+    contents.files = std::move(files);
+    return ledger_->Publish(contents, static_cast<int>(spec_.checkpoint().keep_last()));
+  };
+  absl::StatusOr<CheckpointManifest> manifest = write();
+  if (!manifest.ok()) {
+    checkpoint.set_state(Checkpoint::STATE_FAILED);
+    checkpoint.set_error(std::string(manifest.status().message()));
+    options_.runs->PutCheckpoint(job_.id, checkpoint);
+    return manifest.status();
+  }
+  last_saved_ = step;
+  checkpoint.set_state(Checkpoint::STATE_READY);
+  checkpoint.set_path(manifest->folder);
+  checkpoint.set_size_bytes(manifest->total_bytes());
+  checkpoint.set_manifest_sha256(manifest->sha256);
+  checkpoint.mutable_ready_time()->set_seconds(absl::ToUnixSeconds(absl::Now()));
+  options_.runs->PutCheckpoint(job_.id, checkpoint);
+  options_.metrics->ObserveCheckpoint(absl::ToDoubleSeconds(absl::Now() - begin), manifest->total_bytes());
+  MP_LOG(INFO) << "checkpoint of step " << step << " is in " << manifest->folder;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TrainingRun::State> RunSession::Train() {
+  SetState(TrainingRun::STATE_RUNNING);
+  const absl::Time begin = absl::Now();
+  const uint64_t every = spec_.checkpoint().every_steps();
+  bool stopped = false;
+  while (last_step_ < spec_.train().steps()) {
+    const RunRegistry::Wishes wishes = options_.runs->TakeWishes(job_.id);
+    if (wishes.save) MOONPIPE_RETURN_IF_ERROR(Save(last_step_));
+    if (wishes.stop) {
+      stopped = true;
+      break;
+    }
+    if (wishes.pause) {
+      if (options_.runs->Get(job_.run.name())->state() != TrainingRun::STATE_PAUSED) {
+        MOONPIPE_RETURN_IF_ERROR(AwaitCommitted(last_step_));
+        SetState(TrainingRun::STATE_PAUSED);
+      }
+      options_.runs->WaitWhilePaused(job_.id, absl::Now() + absl::Milliseconds(200));
+      // Keeps noticing workers that leave or fall silent.
+      MOONPIPE_RETURN_IF_ERROR(pool_->Await("the run was paused", absl::InfiniteFuture(), [] { return true; }, [] { return std::vector<uint32_t>(); }));
+      continue;
+    }
+    if (options_.runs->Get(job_.run.name())->state() == TrainingRun::STATE_PAUSED) SetState(TrainingRun::STATE_RUNNING);
+    MOONPIPE_RETURN_IF_ERROR(TakeStep(last_step_ + 1));
+    if (every != 0 && last_step_ % every == 0) MOONPIPE_RETURN_IF_ERROR(Save(last_step_));
+  }
+  MOONPIPE_RETURN_IF_ERROR(AwaitCommitted(last_step_));
+  training_time_ = absl::Now() - begin;
+  MOONPIPE_RETURN_IF_ERROR(WriteFileAtomically(folder_ + "/trace.json", trace_.ToJson()));
+  MOONPIPE_RETURN_IF_ERROR(Save(last_step_));
+  return stopped ? TrainingRun::STATE_STOPPED : TrainingRun::STATE_SUCCEEDED;
+}
+
+absl::StatusOr<EvalResult> RunSession::AnswerSet(const cluster::v1::EvalSet& set, const Control& control, bool* pictures_in_pairs) {
+  EvalResult result;
+  result.set_set(set.name());
+  result.set_control(control.name);
+  std::vector<worker::v1::PartialAnswer> answers;
+  std::vector<worker::v1::PartialAnswer> references;
+  ScheduleOptions options = schedule_.options;
+  options.forward_only = true;
+  for (uint32_t round = 0; round <= spec_.eval().max_answer_tokens(); ++round) {
+    const uint64_t step = next_decode_step_++;
+    ConnectResponse command;
+    worker::v1::PrepareStep& prepare = *command.mutable_prepare_step();
+    prepare.set_generation(generation_);
+    prepare.set_step(step);
+    *prepare.mutable_decode()->mutable_files() = set.files();
+    prepare.mutable_decode()->set_control(control.name);
+    for (const auto& answer : answers) *prepare.mutable_decode()->add_answers() = answer;
+    pool_->Send(Dataloader(), std::move(command));
+    MOONPIPE_ASSIGN_OR_RETURN(const PublishManifest published, AwaitManifest(step));
+    if (round == 0) {
+      references.assign(published.references().begin(), published.references().end());
+      answers.resize(references.size());
+      for (const auto& microbatch : published.manifest().microbatches()) {
+        if (static_cast<int>(microbatch.samples_size()) * 2 > microbatch.grids_size()) *pictures_in_pairs = false;
+      }
+    } else {
+      result.mutable_answers()->Assign(published.answer_texts().begin(), published.answer_texts().end());
+    }
+    const data::v1::StepManifest& manifest = published.manifest();
+    if (manifest.microbatches().empty() || round == spec_.eval().max_answer_tokens()) break;
+    options.microbatches = manifest.microbatches_size();
+    MOONPIPE_ASSIGN_OR_RETURN(const Schedule schedule, MakeSchedule(options));
+    MOONPIPE_RETURN_IF_ERROR(RunOnWorkers(step, manifest, schedule, /*decode=*/true, control.zero_features));
+    std::vector<int32_t> next;
+    for (const auto& [worker, report] : pool_->reports[step]) next.insert(next.end(), report.next_tokens().begin(), report.next_tokens().end());
+    pool_->reports.erase(step);
+    size_t document = 0;
+    for (const auto& microbatch : manifest.microbatches()) {
+      for (const uint64_t sample : microbatch.samples()) {
+        if (document >= next.size() || sample >= answers.size()) {
+          return absl::InternalError(absl::StrCat("decoding gave ", next.size(), " next tokens for more documents"));
+        }
+        const int32_t token = next[document++];
+        answers[sample].add_tokens(token);
+        // Every reference ends with the token that closes a turn.
+        const auto& reference = references[sample].tokens();
+        answers[sample].set_done(token == reference.Get(reference.size() - 1));
+      }
+    }
+  }
+  result.set_samples(references.size());
+  for (size_t i = 0; i < references.size(); ++i) {
+    const auto& a = answers[i].tokens();
+    const auto& b = references[i].tokens();
+    result.set_correct(result.correct() + std::equal(a.begin(), a.end(), b.begin(), b.end()));
+  }
+  return result;
+}
+
+absl::Status RunSession::Evaluate() {
+  if (spec_.eval().sets().empty()) return absl::OkStatus();
+  SetState(TrainingRun::STATE_EVALUATING);
+  for (const cluster::v1::EvalSet& set : spec_.eval().sets()) {
+    bool pictures_in_pairs = true;
+    for (const Control& control : kControls) {
+      if (std::string(control.name) == "swap-pictures" && !pictures_in_pairs) continue;
+      MOONPIPE_ASSIGN_OR_RETURN(EvalResult result, AnswerSet(set, control, &pictures_in_pairs));
+      MP_LOG(INFO) << set.name() << " (" << control.name << "): " << result.correct() << " of " << result.samples() << " right";
+      evals_.push_back(result);
+      Update([&](TrainingRun& run) { *run.add_eval_results() = result; });
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RunSession::WriteReport() {
+  RunReport report;
+  report.steps = last_step_;
+  report.training_seconds = absl::ToDoubleSeconds(training_time_);
+  report.wall_seconds = absl::ToDoubleSeconds(absl::Now() - begin_);
+  report.tokens_per_second = static_cast<double>(tokens_) / report.training_seconds;
+  report.images_per_second = static_cast<double>(images_) / report.training_seconds;
+  report.final_loss = last_loss_;
+  if (peak_flops_ > 0) report.mfu = flops_ / report.training_seconds / peak_flops_;
+  report.evals = evals_;
+  return WriteFileAtomically(folder_ + "/report.json", report.ToJson());
+}
+
+void RunSession::Drain(const std::string& reason) {
+  ConnectResponse command;
+  command.mutable_drain()->set_reason(reason);
+  for (const WorkerInfo& worker : options_.hub->Workers()) (void)options_.hub->Send(worker.id, command);
+}
+
+}  // namespace
+
+void DriveRun(const RunDriverOptions& options, const RunRegistry::Job& job) {
+  RunSession session(options, job);
+  const absl::StatusOr<TrainingRun::State> end = session.Drive();
+  session.Drain(end.ok() ? "the run has ended" : "the run has failed");
+  options.runs->Update(job.id, [&](TrainingRun& run) {
+    if (end.ok()) {
+      run.set_state(*end);
+    } else {
+      run.set_state(TrainingRun::STATE_FAILED);
+      run.set_error(std::string(end.status().message()));
+    }
+  });
+  if (!end.ok()) {
+    MP_LOG(ERROR) << "run " << job.id << " failed: " << end.status().message()
+                  << "; start it again with --resume auto to go on from its last checkpoint";
+  }
+}
+
+}  // namespace moonpipe
