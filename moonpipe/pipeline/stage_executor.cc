@@ -12,6 +12,10 @@
 namespace moonpipe {
 namespace {
 
+// From stage 0 to the last stage and back.
+constexpr char kTiedForward[] = "tied-gradient.forward";
+constexpr char kTiedBack[] = "tied-gradient.back";
+
 uint64_t PeakMemoryBytes() {
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
@@ -36,7 +40,7 @@ std::string EdgeOf(const Action& action) {
     case ActionType::kReceiveFeatureGradient:
       return "feature-gradient";
     case ActionType::kReduceTied:
-      return action.chunk == 0 ? "tied-head" : "tied-embedding";
+      return action.chunk == 0 ? kTiedBack : kTiedForward;
     default:
       return "";
   }
@@ -77,12 +81,15 @@ absl::StatusOr<worker::v1::StepReport> StageExecutor::Run(const StepContext& ste
     MOONPIPE_ASSIGN_OR_RETURN(const Action action, ParseAction(text));
     position_ = Position{text, EdgeOf(action), action.microbatch};
     if (options_.on_action) options_.on_action(position_.action, position_.edge);
+    const auto receiver = options_.edges->receivers.find(position_.edge);
+    const bool waits = receiver != options_.edges->receivers.end() && !receiver->second->Ready();
     const int64_t begin = absl::ToUnixMicros(absl::Now());
     if (absl::Status done = Do(step, action); !done.ok()) {
       return Annotate(done, absl::StrCat("step ", step.run->step(), " action ", text));
     }
     worker::v1::ActionTiming* timing = report.add_timings();
     timing->set_action(text);
+    timing->set_waited(waits);
     timing->set_begin_us(begin);
     timing->set_end_us(absl::ToUnixMicros(absl::Now()));
   }
@@ -217,8 +224,8 @@ absl::Status StageExecutor::ReduceTied(const StepContext& step) {
   torch::Tensor own = stage.tied_gradient();
   if (!own.defined()) return absl::InternalError("the stage has no tied gradient to exchange");
   const bool first = options_.decoder_chunk == 0;
-  MOONPIPE_RETURN_IF_ERROR(Send(step, first ? "tied-embedding" : "tied-head", 0, own));
-  MOONPIPE_ASSIGN_OR_RETURN(torch::Tensor other, Receive(step, first ? "tied-head" : "tied-embedding", 0, own.sizes().vec()));
+  MOONPIPE_RETURN_IF_ERROR(Send(step, first ? kTiedForward : kTiedBack, 0, own));
+  MOONPIPE_ASSIGN_OR_RETURN(torch::Tensor other, Receive(step, first ? kTiedBack : kTiedForward, 0, own.sizes().vec()));
   stage.AddTiedGradient(other);
   return absl::OkStatus();
 }

@@ -16,7 +16,7 @@
 namespace moonpipe {
 
 // The edges of one worker by name. Names follow the sender: `activation.N` and `gradient.N` join stages N and N+1, `features` and
-// `feature-gradient` the tower and stage 0, `tied-embedding` and `tied-head` first and last stage.
+// `feature-gradient` the tower and stage 0, `tied-gradient.forward` and `tied-gradient.back` first and last stage.
 struct StageEdges {
   std::map<std::string, std::unique_ptr<SendEdge>> senders;
   std::map<std::string, std::unique_ptr<ReceiveEdge>> receivers;

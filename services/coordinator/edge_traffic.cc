@@ -5,7 +5,7 @@
 
 namespace moonpipe {
 
-std::map<std::string, uint64_t> ExpectedEdgeBytes(const std::vector<worker::v1::Plan>& plans,
+std::map<std::string, uint64_t> ExpectedEdgeBytes(const ClusterPlan& plan,
                                                   const data::v1::StepManifest& manifest, const ModelConfig& config) {
   uint64_t tokens = 0, rows = 0;
   for (const auto& microbatch : manifest.microbatches()) {
@@ -14,8 +14,8 @@ std::map<std::string, uint64_t> ExpectedEdgeBytes(const std::vector<worker::v1::
   }
   const uint64_t row_bytes = static_cast<uint64_t>(config.text.hidden_size) * sizeof(float);
   std::map<std::string, uint64_t> expected;
-  for (const worker::v1::Plan& plan : plans) {
-    for (const worker::v1::EdgePlan& edge : plan.edges()) {
+  for (const auto& [worker, part] : plan.plans) {
+    for (const worker::v1::EdgePlan& edge : part.edges()) {
       if (absl::StartsWith(edge.name(), "tied-")) {
         expected[edge.name()] = static_cast<uint64_t>(config.text.vocab_size) * row_bytes;
       } else if (absl::StartsWith(edge.name(), "feature")) {
@@ -28,9 +28,9 @@ std::map<std::string, uint64_t> ExpectedEdgeBytes(const std::vector<worker::v1::
   return expected;
 }
 
-absl::Status CheckEdgeTraffic(const std::vector<worker::v1::Plan>& plans, const data::v1::StepManifest& manifest,
+absl::Status CheckEdgeTraffic(const ClusterPlan& plan, const data::v1::StepManifest& manifest,
                               const ModelConfig& config, const std::map<uint32_t, worker::v1::StepReport>& reports) {
-  const std::map<std::string, uint64_t> expected = ExpectedEdgeBytes(plans, manifest, config);
+  const std::map<std::string, uint64_t> expected = ExpectedEdgeBytes(plan, manifest, config);
   for (const auto& [worker, report] : reports) {
     for (const worker::v1::EdgeBytes& edge : report.edges()) {
       auto bytes = expected.find(edge.edge());

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -26,6 +27,7 @@
 #include "services/coordinator/journal.h"
 #include "services/coordinator/plan_builder.h"
 #include "services/coordinator/run_files.h"
+#include "services/coordinator/run_step_builder.h"
 #include "services/coordinator/step_commit.h"
 #include "services/coordinator/worker_pool.h"
 
@@ -53,6 +55,13 @@ struct Control {
 };
 constexpr Control kControls[] = {{"none", false}, {"zero-features", true}, {"swap-pictures", false}};
 
+std::string RandomSecret() {
+  std::random_device random;
+  std::string secret;
+  for (int i = 0; i < 8; ++i) absl::StrAppend(&secret, absl::Hex(random(), absl::kZeroPad8));
+  return secret;
+}
+
 class RunSession {
  public:
   RunSession(const RunDriverOptions& options, const RunRegistry::Job& job)
@@ -66,19 +75,21 @@ class RunSession {
  private:
   absl::Status ReadModel();
   absl::Status ChooseStart();
-  absl::StatusOr<std::vector<WorkerInfo>> AwaitWorkers();
+  absl::Status AwaitWorkers();
   absl::Status CarryOutPlan();
   absl::StatusOr<TrainingRun::State> Train();
   absl::Status TakeStep(uint64_t step);
   absl::StatusOr<PublishManifest> AwaitManifest(uint64_t step);
   void Prepare(uint64_t step);
-  absl::Status RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, const Schedule& schedule, bool decode,
-                            bool zero_features);
+  absl::Status RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, bool decode, bool zero_features);
   absl::Status AwaitCommitted(uint64_t step);
   absl::Status Save(uint64_t step);
   absl::Status Evaluate();
   absl::StatusOr<EvalResult> AnswerSet(const cluster::v1::EvalSet& set, const Control& control, bool* pictures_in_pairs);
   absl::Status WriteReport();
+  // The peak rate of a part's first tensor that moves; 0 for a frozen part.
+  double PeakRate(ModelPartKind part) const;
+  void ObserveStep(const StepEvent& event, const data::v1::StepManifest& manifest, const StepDecision& decision);
 
   absl::Time StepDeadline() const { return absl::Now() + absl::Seconds(spec_.runtime().step_timeout_seconds()); }
   bool Computes(const WorkerInfo& worker) const { return worker.registration.role() != WORKER_ROLE_DATALOADER; }
@@ -91,12 +102,7 @@ class RunSession {
     }
     return missing;
   }
-  uint32_t Dataloader() const {
-    for (const WorkerInfo& member : pool_->members()) {
-      if (!Computes(member)) return member.id;
-    }
-    return 0;
-  }
+  uint32_t Dataloader() const { return plan_.dataloader; }
   void Update(const std::function<void(TrainingRun&)>& change) { options_.runs->Update(job_.id, change); }
   void SetState(TrainingRun::State state) {
     Update([&](TrainingRun& run) { run.set_state(state); });
@@ -110,7 +116,8 @@ class RunSession {
   ModelConfig config_;
   std::vector<TensorSpec> tensors_;
   std::vector<std::string> norm_names_;  // canonical order of the gradient norm
-  Schedule schedule_;
+  std::vector<UpdateRule> rules_;        // beside tensors_
+  FrozenParts frozen_;
   worker::v1::InitialState initial_;
   data::v1::DataCursor cursor_;  // where the next step begins
   std::optional<Journal> journal_;
@@ -119,7 +126,8 @@ class RunSession {
   Trace trace_;
   uint64_t generation_ = 0;
   std::unique_ptr<WorkerPool> pool_;
-  std::vector<worker::v1::Plan> plans_;
+  ClusterPlan plan_;
+  std::optional<CoordinatorMetrics> metrics_;
   double peak_flops_ = 0;
 
   uint64_t last_step_ = 0;       // committed or skipped
@@ -162,19 +170,24 @@ absl::Status RunSession::ReadModel() {
   MOONPIPE_ASSIGN_OR_RETURN(config_, ReadModelConfig(path));
   tensors_ = ListTensors(config_);
   // A group that matches nothing is refused here, before any worker starts.
-  MOONPIPE_ASSIGN_OR_RETURN(const std::vector<UpdateRule> rules, AssignUpdateRules(spec_.optimizer(), tensors_, tensors_));
+  MOONPIPE_ASSIGN_OR_RETURN(rules_, AssignUpdateRules(spec_.optimizer(), tensors_, tensors_));
+  frozen_ = FrozenParts{true, true, true};
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (!rules[i].frozen) norm_names_.push_back(tensors_[i].name);
+    if (rules_[i].frozen) continue;
+    norm_names_.push_back(tensors_[i].name);
+    switch (tensors_[i].part) {
+      case ModelPartKind::kVision:
+        frozen_.vision = false;
+        break;
+      case ModelPartKind::kProjector:
+        frozen_.projector = false;
+        break;
+      case ModelPartKind::kDecoder:
+        frozen_.decoder = false;
+        break;
+    }
   }
-  ScheduleOptions schedule;
-  schedule.name = spec_.pipeline().schedule();
-  schedule.stages = static_cast<int32_t>(spec_.pipeline().stages());
-  schedule.microbatches = static_cast<int32_t>(spec_.pipeline().microbatches());
-  schedule.has_vision = config_.vision.has_value();
-  schedule.vision_in_first_stage = spec_.vision().placement() == cluster::v1::VisionSpec::PLACEMENT_FIRST_STAGE;
-  schedule.tied_embeddings = config_.text.tie_word_embeddings;
-  MOONPIPE_ASSIGN_OR_RETURN(schedule_, MakeSchedule(schedule));
-  return ValidateSchedule(schedule_);
+  return CheckLearningRateSchedule(spec_.optimizer().schedule(), spec_.train().steps());
 }
 
 absl::Status RunSession::ChooseStart() {
@@ -207,48 +220,60 @@ absl::Status RunSession::ChooseStart() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<WorkerInfo>> RunSession::AwaitWorkers() {
+absl::Status RunSession::AwaitWorkers() {
   const absl::Time deadline = absl::Now() + absl::Seconds(spec_.runtime().start_timeout_seconds());
+  PlanInputs inputs;
+  inputs.generation = generation_ = ++*options_.generation;
+  inputs.run = job_.id;
+  inputs.spec = spec_;
+  inputs.model = config_;
+  inputs.initial_state = initial_;
+  inputs.cursor = cursor_;
+  inputs.secret = RandomSecret();
   while (true) {
-    const WorkerChoice choice = ChooseWorkers(spec_, config_, options_.hub->Workers());
-    if (choice.missing.empty()) return choice.workers;
-    if (absl::Now() >= deadline) {
-      return absl::DeadlineExceededError(absl::StrCat("after ", spec_.runtime().start_timeout_seconds(),
-                                                      " s these services have not registered: ",
-                                                      absl::StrJoin(choice.missing, ", "), "; start them with --coordinator"));
+    inputs.workers.clear();
+    const std::vector<WorkerInfo> workers = options_.hub->Workers();
+    for (const WorkerInfo& worker : workers) inputs.workers.push_back({worker.id, worker.registration});
+    absl::StatusOr<ClusterPlan> plan = BuildPlan(inputs);
+    if (plan.ok()) {
+      plan_ = *std::move(plan);
+      std::vector<WorkerInfo> members;
+      for (const WorkerInfo& worker : workers) {
+        if (plan_.plans.contains(worker.id)) members.push_back(worker);
+      }
+      WorkerPool::Options pool;
+      pool.generation = generation_;
+      pool.heartbeat_timeout = absl::Seconds(spec_.runtime().heartbeat_timeout_seconds());
+      pool_ = std::make_unique<WorkerPool>(options_.hub, std::move(members), pool);
+      return absl::OkStatus();
     }
-    if (options_.runs->TakeWishes(job_.id).stop) return absl::CancelledError("stopped while waiting for workers");
-    // Events only say that something changed.
+    if (!absl::IsUnavailable(plan.status())) return plan.status();
+    if (absl::Now() >= deadline) {
+      return absl::DeadlineExceededError(absl::StrCat("no plan after ", spec_.runtime().start_timeout_seconds(), " s: ",
+                                                      plan.status().message(), "; start what is missing with --coordinator"));
+    }
+    if (options_.runs->TakeWishes(job_.id).stop) return absl::CancelledError("stopped while it waited for workers");
+    // The event only says that something has changed.
     (void)options_.hub->Next(std::min(deadline, absl::Now() + absl::Milliseconds(200)));
   }
 }
 
 absl::Status RunSession::CarryOutPlan() {
-  MOONPIPE_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, AwaitWorkers());
-  generation_ = ++*options_.generation;
+  MOONPIPE_RETURN_IF_ERROR(AwaitWorkers());
   options_.hub->BeginGeneration(generation_);
-  MOONPIPE_ASSIGN_OR_RETURN(
-      PlannedRun planned, BuildPlans(PlanRequest{job_.id, generation_, spec_, config_, workers, initial_, cursor_}));
-  plans_ = std::move(planned.plans);
   SetState(TrainingRun::STATE_STARTING);
-  Update([&](TrainingRun& run) { run.set_plan_summary(planned.summary); });
-  WorkerPool::Options pool;
-  pool.generation = generation_;
-  pool.heartbeat_timeout = absl::Seconds(spec_.runtime().heartbeat_timeout_seconds());
-  pool_ = std::make_unique<WorkerPool>(options_.hub, workers, pool);
-  for (const worker::v1::Plan& plan : plans_) {
+  const std::string summary = SummarizePlan(plan_, spec_, config_);
+  Update([&](TrainingRun& run) { run.set_plan_summary(summary); });
+  for (const auto& [worker, plan] : plan_.plans) {
     ConnectResponse command;
     *command.mutable_plan() = plan;
-    pool_->Send(plan.worker(), std::move(command));
+    pool_->Send(worker, std::move(command));
   }
-  for (const WorkerInfo& worker : workers) {
-    if (!Computes(worker)) continue;
-    const double peak = worker.registration.peak_flops_per_second();
-    if (peak <= 0 || peak_flops_ < 0) {
-      peak_flops_ = -1;  // one unknown device makes the sum unknown
-    } else {
-      peak_flops_ += peak;
-    }
+  for (const WorkerInfo& member : pool_->members()) {
+    if (!Computes(member)) continue;
+    const double peak = member.registration.peak_flops_per_second();
+    // One unknown device makes the sum unknown.
+    peak_flops_ = peak <= 0 || peak_flops_ < 0 ? -1 : peak_flops_ + peak;
   }
   MOONPIPE_RETURN_IF_ERROR(pool_->Await(
       "the workers carried out the plan", absl::Now() + absl::Seconds(spec_.runtime().start_timeout_seconds()),
@@ -260,7 +285,8 @@ absl::Status RunSession::CarryOutPlan() {
         }
         return missing;
       }));
-  options_.metrics->SetRun(job_.id, spec_.train().steps(), peak_flops_);
+  metrics_.emplace(options_.metrics, job_.id);
+  metrics_->target_steps.Set(static_cast<double>(spec_.train().steps()));
   return absl::OkStatus();
 }
 
@@ -278,7 +304,7 @@ absl::StatusOr<PublishManifest> RunSession::AwaitManifest(uint64_t step) {
   MOONPIPE_RETURN_IF_ERROR(pool_->Await(
       absl::StrCat("the dataloader made step ", step), StepDeadline(), [&] { return pool_->manifests.contains(step); },
       [&] { return std::vector<uint32_t>{Dataloader()}; }));
-  options_.metrics->ObserveDataloaderWait(absl::ToDoubleSeconds(absl::Now() - begin));
+  metrics_->dataloader_wait.Observe(absl::ToDoubleSeconds(absl::Now() - begin));
   auto manifest = pool_->manifests.extract(step);
   if (!manifest.mapped().error().empty()) {
     return absl::InvalidArgumentError(absl::StrCat("the dataloader cannot make step ", step, ": ", manifest.mapped().error()));
@@ -286,22 +312,13 @@ absl::StatusOr<PublishManifest> RunSession::AwaitManifest(uint64_t step) {
   return std::move(manifest.mapped());
 }
 
-absl::Status RunSession::RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, const Schedule& schedule, bool decode,
-                                      bool zero_features) {
-  uint64_t trained_labels = 0;
-  for (const auto& microbatch : manifest.microbatches()) trained_labels += microbatch.trained_labels();
-  for (const worker::v1::Plan& plan : plans_) {
-    if (!plan.has_part()) continue;
+absl::Status RunSession::RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, bool decode, bool zero_features) {
+  MOONPIPE_RETURN_IF_ERROR(CheckMessagesFit(plan_, config_, manifest));
+  MOONPIPE_ASSIGN_OR_RETURN(const auto steps, MakeRunSteps(plan_, manifest, decode, zero_features));
+  for (const auto& [worker, run] : steps) {
     ConnectResponse command;
-    worker::v1::RunStep& run = *command.mutable_run_step();
-    run.set_generation(generation_);
-    run.set_step(step);
-    *run.mutable_manifest() = ManifestView(manifest, plan.part(), plan.stages());
-    run.set_trained_labels(trained_labels);
-    for (const Action& action : ActionsOf(schedule, plan.part())) run.add_actions(action.ToString());
-    run.set_decode(decode);
-    run.set_zero_features(zero_features && plan.part().has_embedding());
-    pool_->Send(plan.worker(), std::move(command));
+    *command.mutable_run_step() = run;
+    pool_->Send(worker, std::move(command));
   }
   return pool_->Await(
       absl::StrCat(decode ? "decoding step " : "step ", step, " ran"), StepDeadline(),
@@ -332,18 +349,24 @@ absl::Status RunSession::TakeStep(uint64_t step) {
                     << skipped.detail();
   }
   Prepare(step + 1);  // the dataloader works ahead while the step runs
-  MOONPIPE_RETURN_IF_ERROR(RunOnWorkers(step, manifest, schedule_, /*decode=*/false, /*zero_features=*/false));
+  MOONPIPE_RETURN_IF_ERROR(RunOnWorkers(step, manifest, /*decode=*/false, /*zero_features=*/false));
   MOONPIPE_RETURN_IF_ERROR(AwaitCommitted(last_step_));
 
   const std::map<uint32_t, StepReport> reports = std::move(pool_->reports[step]);
   pool_->reports.erase(step);
-  std::vector<StepReport> ordered;
-  for (const auto& [worker, report] : reports) ordered.push_back(report);
-  MOONPIPE_ASSIGN_OR_RETURN(const StepDecision decision,
-                            DecideStep(StepDecisionInputs{generation_, step, norm_names_, spec_.train().max_grad_norm(), manifest}, ordered));
-  MOONPIPE_RETURN_IF_ERROR(CheckEdgeTraffic(plans_, manifest, config_, reports));
+  StepInputs inputs;
+  inputs.generation = generation_;
+  inputs.step = step;
+  inputs.manifest = &manifest;
+  for (const WorkerInfo& member : pool_->members()) {
+    if (Computes(member)) inputs.workers.push_back(member.id);
+  }
+  inputs.parameter_names = norm_names_;
+  inputs.max_grad_norm = spec_.train().max_grad_norm();
+  MOONPIPE_ASSIGN_OR_RETURN(const StepDecision decision, DecideStep(inputs, reports));
+  MOONPIPE_RETURN_IF_ERROR(CheckEdgeTraffic(plan_, manifest, config_, reports));
 
-  const double factor = LearningRateFactor(spec_.optimizer().schedule(), step - 1, spec_.train().steps());
+  const double factor = LearningRateFactor(spec_.optimizer().schedule(), spec_.train().steps(), step - 1);
   JournalEntry entry;
   entry.step = step;
   entry.generation = generation_;
@@ -389,7 +412,7 @@ absl::Status RunSession::TakeStep(uint64_t step) {
     event.set_images(event.images() + static_cast<uint64_t>(microbatch.grids_size()));
     event.set_samples(event.samples() + static_cast<uint64_t>(microbatch.samples_size()));
   }
-  const StepFlops flops = CountStepFlops(config_, manifest);
+  const StepFlops flops = CountTrainingFlops(config_, manifest, frozen_);
   event.set_model_flops(flops.total());
   event.set_bubble_ratio(decision.bubble_ratio);
   for (const auto& [worker, report] : reports) {
@@ -409,7 +432,7 @@ absl::Status RunSession::TakeStep(uint64_t step) {
   last_loss_ = decision.loss;
   event.set_eta_seconds(step_seconds_ / static_cast<double>(steps_here_) * static_cast<double>(spec_.train().steps() - step));
   metrics_log_->Append(event);
-  options_.metrics->ObserveStep(event);
+  ObserveStep(event, manifest, decision);
   options_.runs->PublishStep(job_.id, event);
   return absl::OkStatus();
 }
@@ -418,6 +441,7 @@ absl::Status RunSession::Save(uint64_t step) {
   if (step == last_saved_) return absl::OkStatus();
   MOONPIPE_RETURN_IF_ERROR(AwaitCommitted(step));
   const absl::Time begin = absl::Now();
+  absl::Time written = begin;
   Checkpoint checkpoint;
   checkpoint.set_name(absl::StrFormat("%s/checkpoints/step-%08d", job_.run.name(), step));
   checkpoint.set_step(step);
@@ -426,8 +450,8 @@ absl::Status RunSession::Save(uint64_t step) {
   auto write = [&]() -> absl::StatusOr<CheckpointManifest> {
     MOONPIPE_ASSIGN_OR_RETURN(const std::string writing, ledger_->BeginWriting(step));
     uint32_t shards = 0, shard = 0;
-    for (const worker::v1::Plan& plan : plans_) shards += plan.has_part();
-    for (const worker::v1::Plan& plan : plans_) {
+    for (const auto& [worker, plan] : plan_.plans) shards += plan.has_part();
+    for (const auto& [worker, plan] : plan_.plans) {
       if (!plan.has_part()) continue;
       ConnectResponse command;
       worker::v1::SaveShards& save = *command.mutable_save_shards();
@@ -436,12 +460,13 @@ absl::Status RunSession::Save(uint64_t step) {
       save.set_folder(writing);
       save.set_shard(++shard);
       save.set_shards(shards);
-      pool_->Send(plan.worker(), std::move(command));
+      pool_->Send(worker, std::move(command));
     }
     MOONPIPE_RETURN_IF_ERROR(pool_->Await(
         absl::StrCat("the workers wrote the checkpoint of step ", step),
         absl::Now() + absl::Seconds(spec_.runtime().save_timeout_seconds()), [&] { return Missing(pool_->saved[step]).empty(); },
         [&] { return Missing(pool_->saved[step]); }));
+    written = absl::Now();
     std::vector<worker::v1::ShardFile> files;
     for (const auto& [worker, saved] : pool_->saved[step]) {
       if (!saved.error().empty()) {
@@ -474,7 +499,10 @@ absl::Status RunSession::Save(uint64_t step) {
   checkpoint.set_manifest_sha256(manifest->sha256);
   checkpoint.mutable_ready_time()->set_seconds(absl::ToUnixSeconds(absl::Now()));
   options_.runs->PutCheckpoint(job_.id, checkpoint);
-  options_.metrics->ObserveCheckpoint(absl::ToDoubleSeconds(absl::Now() - begin), manifest->total_bytes());
+  metrics_->checkpoint_write_duration.Observe(absl::ToDoubleSeconds(written - begin));
+  metrics_->checkpoint_commit_duration.Observe(absl::ToDoubleSeconds(absl::Now() - written));
+  metrics_->checkpoint_last_success_timestamp.Set(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
+  metrics_->checkpoint_bytes.Add(static_cast<double>(manifest->total_bytes()));
   MP_LOG(INFO) << "checkpoint of step " << step << " is in " << manifest->folder;
   return absl::OkStatus();
 }
@@ -518,8 +546,6 @@ absl::StatusOr<EvalResult> RunSession::AnswerSet(const cluster::v1::EvalSet& set
   result.set_control(control.name);
   std::vector<worker::v1::PartialAnswer> answers;
   std::vector<worker::v1::PartialAnswer> references;
-  ScheduleOptions options = schedule_.options;
-  options.forward_only = true;
   for (uint32_t round = 0; round <= spec_.eval().max_answer_tokens(); ++round) {
     const uint64_t step = next_decode_step_++;
     ConnectResponse command;
@@ -542,9 +568,7 @@ absl::StatusOr<EvalResult> RunSession::AnswerSet(const cluster::v1::EvalSet& set
     }
     const data::v1::StepManifest& manifest = published.manifest();
     if (manifest.microbatches().empty() || round == spec_.eval().max_answer_tokens()) break;
-    options.microbatches = manifest.microbatches_size();
-    MOONPIPE_ASSIGN_OR_RETURN(const Schedule schedule, MakeSchedule(options));
-    MOONPIPE_RETURN_IF_ERROR(RunOnWorkers(step, manifest, schedule, /*decode=*/true, control.zero_features));
+    MOONPIPE_RETURN_IF_ERROR(RunOnWorkers(step, manifest, /*decode=*/true, control.zero_features));
     std::vector<int32_t> next;
     for (const auto& [worker, report] : pool_->reports[step]) next.insert(next.end(), report.next_tokens().begin(), report.next_tokens().end());
     pool_->reports.erase(step);
@@ -598,6 +622,36 @@ absl::Status RunSession::WriteReport() {
   if (peak_flops_ > 0) report.mfu = flops_ / report.training_seconds / peak_flops_;
   report.evals = evals_;
   return WriteFileAtomically(folder_ + "/report.json", report.ToJson());
+}
+
+void RunSession::ObserveStep(const StepEvent& event, const data::v1::StepManifest& manifest, const StepDecision& decision) {
+  if (!event.skip_reason().empty()) {
+    metrics_->skipped_steps(event.skip_reason()).Add();
+  } else {
+    metrics_->steps.Add();
+    metrics_->loss.Set(event.loss());
+    metrics_->grad_norm.Set(event.grad_norm());
+    metrics_->loss_max.Set(decision.loss_max);
+  }
+  uint64_t image_tokens = 0;
+  for (const auto& microbatch : manifest.microbatches()) image_tokens += microbatch.feature_rows();
+  metrics_->image_tokens.Add(static_cast<double>(image_tokens));
+  metrics_->text_tokens.Add(static_cast<double>(event.tokens() - image_tokens));
+  metrics_->images.Add(static_cast<double>(event.images()));
+  metrics_->samples.Add(static_cast<double>(event.samples()));
+  const double factor = event.learning_rate() / spec_.optimizer().learning_rate();
+  metrics_->vision_learning_rate.Set(factor * PeakRate(ModelPartKind::kVision));
+  metrics_->projector_learning_rate.Set(factor * PeakRate(ModelPartKind::kProjector));
+  metrics_->decoder_learning_rate.Set(factor * PeakRate(ModelPartKind::kDecoder));
+  metrics_->step_duration.Observe(event.seconds());
+  metrics_->last_step_timestamp.Set(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
+}
+
+double RunSession::PeakRate(ModelPartKind part) const {
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (tensors_[i].part == part && !rules_[i].frozen) return rules_[i].learning_rate;
+  }
+  return 0;
 }
 
 void RunSession::Drain(const std::string& reason) {

@@ -14,7 +14,7 @@ namespace moonpipe {
 struct RunDriverOptions {
   WorkerHub* hub = nullptr;
   RunRegistry* runs = nullptr;
-  CoordinatorMetrics* metrics = nullptr;
+  MetricsRegistry* metrics = nullptr;
   // Grows over the life of the coordinator; the driver counts it up with every plan.
   uint64_t* generation = nullptr;
 };
