@@ -19,6 +19,7 @@ namespace moonpipe {
 
 // Element types that travel. Values are part of the wire format.
 enum class WireType : uint32_t { kFloat32 = 1, kBfloat16 = 2, kUint8 = 3, kInt32 = 4, kInt64 = 5 };
+// 0 for a value that is none of them.
 uint64_t WireTypeBytes(WireType type);
 
 // What a message must be: the receiver knows it from the manifest before the message comes.
@@ -29,6 +30,7 @@ struct MessageHeader {
   WireType type = WireType::kFloat32;
   std::vector<int64_t> shape;
 
+  // The largest uint64 if an extent is negative or the product overflows.
   uint64_t payload_bytes() const;
   // "generation 3 step 12 microbatch 1 float32[16, 64]"
   std::string ToString() const;
