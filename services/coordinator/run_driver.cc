@@ -3,14 +3,17 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <random>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/logging.h"
@@ -54,6 +57,17 @@ struct Control {
   bool zero_features;
 };
 constexpr Control kControls[] = {{"none", false}, {"zero-features", true}, {"swap-pictures", false}};
+
+// Of the wheel that every worker of this build links.
+constexpr char kTorchVersion[] = MOONPIPE_TORCH_VERSION;
+
+std::string CpuModel() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);) {
+    if (absl::StartsWith(line, "model name")) return std::string(absl::StripAsciiWhitespace(line.substr(line.find(':') + 1)));
+  }
+  return "unknown";
+}
 
 std::string RandomSecret() {
   std::random_device random;
@@ -120,7 +134,7 @@ class RunSession {
   FrozenParts frozen_;
   worker::v1::InitialState initial_;
   data::v1::DataCursor cursor_;  // where the next step begins
-  std::optional<Journal> journal_;
+  std::unique_ptr<Journal> journal_;
   std::optional<CheckpointLedger> ledger_;
   std::optional<MetricsLog> metrics_log_;
   Trace trace_;
@@ -131,7 +145,6 @@ class RunSession {
   double peak_flops_ = 0;
 
   uint64_t last_step_ = 0;       // committed or skipped
-  uint64_t optimizer_steps_ = 0; // committed
   uint64_t prepared_step_ = 0;
   uint64_t last_saved_ = 0;
   bool unacknowledged_ = false;  // the commit of last_step_ is not yet acknowledged by all
@@ -191,24 +204,24 @@ absl::Status RunSession::ReadModel() {
 }
 
 absl::Status RunSession::ChooseStart() {
-  MOONPIPE_ASSIGN_OR_RETURN(CheckpointLedger ledger, CheckpointLedger::Open(folder_ + "/checkpoints"));
+  MOONPIPE_ASSIGN_OR_RETURN(CheckpointLedger ledger, CheckpointLedger::Open(folder_));
   ledger_.emplace(std::move(ledger));
-  MOONPIPE_ASSIGN_OR_RETURN(Journal journal, Journal::Open(folder_ + "/journal.jsonl"));
-  journal_.emplace(std::move(journal));
+  MOONPIPE_ASSIGN_OR_RETURN(journal_, Journal::Open(folder_ + "/journal.jsonl"));
   metrics_log_.emplace(folder_ + "/metrics.jsonl");
-  const std::string& resume = job_.evaluate_only ? "auto" : spec_.checkpoint().resume();
-  MOONPIPE_ASSIGN_OR_RETURN(const std::optional<CheckpointManifest> checkpoint, ledger_->ChooseResume(resume));
-  if (checkpoint.has_value()) {
-    initial_.set_path(checkpoint->folder);
+  MOONPIPE_ASSIGN_OR_RETURN(const ResumeChoice choice, ledger_->ChooseResume(spec_.checkpoint().resume()));
+  MP_LOG(INFO) << choice.reason;
+  if (choice.checkpoint.has_value()) {
+    const CheckpointManifest& manifest = choice.checkpoint->manifest;
+    initial_.set_path(choice.checkpoint->path);
     initial_.set_has_optimizer_state(true);
-    initial_.set_step(checkpoint->step);
-    cursor_ = checkpoint->cursor;
-    last_step_ = last_saved_ = checkpoint->step;
-    optimizer_steps_ = checkpoint->optimizer_steps;
-    for (const std::string& difference : checkpoint->DifferencesTo(ledger_->environment())) {
-      MP_LOG(WARNING) << "the checkpoint was made under other conditions, bits may differ: " << difference;
+    initial_.set_step(manifest.step);
+    cursor_ = manifest.cursor;
+    last_step_ = last_saved_ = prepared_step_ = manifest.step;
+    for (const std::string& difference :
+         DifferencesThatChangeBits(manifest, spec_.runtime().compute_threads(), CpuModel(), kTorchVersion)) {
+      MP_LOG(WARNING) << difference;
     }
-    MP_LOG(INFO) << "going on from " << checkpoint->folder << " after step " << last_step_;
+    Update([&](TrainingRun& run) { run.set_step(manifest.step); });
   } else if (spec_.model().has_path()) {
     initial_.set_path(spec_.model().path());
   }
@@ -340,10 +353,7 @@ absl::Status RunSession::TakeStep(uint64_t step) {
   Prepare(step);
   MOONPIPE_ASSIGN_OR_RETURN(const PublishManifest published, AwaitManifest(step));
   const data::v1::StepManifest& manifest = published.manifest();
-  if (const std::string* digest = journal_->DigestOf(step); digest != nullptr && *digest != manifest.digest()) {
-    return absl::DataLossError(absl::StrCat("step ", step, " was journaled with other data than the dataloader makes now; the files in "
-                                            "data.train have changed since this run began"));
-  }
+  MOONPIPE_RETURN_IF_ERROR(journal_->CheckReplay(step, manifest.digest()));
   for (const auto& skipped : manifest.skipped()) {
     MP_LOG(WARNING) << "skipped sample " << skipped.sample() << " (" << skipped.key() << "): " << skipped.reason() << ": "
                     << skipped.detail();
@@ -370,7 +380,7 @@ absl::Status RunSession::TakeStep(uint64_t step) {
   JournalEntry entry;
   entry.step = step;
   entry.generation = generation_;
-  entry.digest = manifest.digest();
+  entry.manifest_digest = manifest.digest();
   entry.loss = decision.loss;
   entry.grad_norm = decision.grad_norm;
   entry.clip_factor = decision.clip_factor;
@@ -379,14 +389,13 @@ absl::Status RunSession::TakeStep(uint64_t step) {
   // Nothing has changed anywhere until this line is on disk; from here on the step counts.
   MOONPIPE_RETURN_IF_ERROR(journal_->Append(entry));
   ConnectResponse command;
-  if (decision.skip_reason.empty()) {
+  if (decision.commit) {
     worker::v1::CommitStep& commit = *command.mutable_commit_step();
     commit.set_generation(generation_);
     commit.set_step(step);
     commit.set_clip_factor(decision.clip_factor);
     commit.set_learning_rate_factor(factor);
     for (const auto& counts : decision.expert_counts) *commit.add_expert_counts() = counts;
-    ++optimizer_steps_;
   } else {
     command.mutable_skip_step()->set_generation(generation_);
     command.mutable_skip_step()->set_step(step);
@@ -447,8 +456,8 @@ absl::Status RunSession::Save(uint64_t step) {
   checkpoint.set_step(step);
   checkpoint.set_state(Checkpoint::STATE_SAVING);
   options_.runs->PutCheckpoint(job_.id, checkpoint);
-  auto write = [&]() -> absl::StatusOr<CheckpointManifest> {
-    MOONPIPE_ASSIGN_OR_RETURN(const std::string writing, ledger_->BeginWriting(step));
+  auto write = [&]() -> absl::StatusOr<CheckpointInfo> {
+    MOONPIPE_ASSIGN_OR_RETURN(const std::string writing, ledger_->Begin(step));
     uint32_t shards = 0, shard = 0;
     for (const auto& [worker, plan] : plan_.plans) shards += plan.has_part();
     for (const auto& [worker, plan] : plan_.plans) {
@@ -467,43 +476,48 @@ absl::Status RunSession::Save(uint64_t step) {
         absl::Now() + absl::Seconds(spec_.runtime().save_timeout_seconds()), [&] { return Missing(pool_->saved[step]).empty(); },
         [&] { return Missing(pool_->saved[step]); }));
     written = absl::Now();
-    std::vector<worker::v1::ShardFile> files;
+    CheckpointContent content;
     for (const auto& [worker, saved] : pool_->saved[step]) {
       if (!saved.error().empty()) {
         return absl::InternalError(absl::StrCat(pool_->NameOf(worker), " could not write its shard: ", saved.error()));
       }
-      files.insert(files.end(), saved.files().begin(), saved.files().end());
+      content.shards.insert(content.shards.end(), saved.files().begin(), saved.files().end());
     }
     pool_->saved.erase(step);
-    CheckpointContents contents;
-    contents.step = step;
-    contents.optimizer_steps = optimizer_steps_;
-    contents.cursor = cursor_;
-    contents.spec = spec_;
-    contents.config_json = config_.json;
-    contents.tokenizer_folder = spec_.data().tokenizer();
-    contents.files = std::move(files);
-    return ledger_->Publish(contents, static_cast<int>(spec_.checkpoint().keep_last()));
+    content.config_json = config_.json;
+    for (const char* name : {"tiktoken.model", "tokenizer_config.json"}) {
+      content.tokenizer_files.push_back(absl::StrCat(spec_.data().tokenizer(), "/", name));
+    }
+    content.manifest.cursor = cursor_;
+    content.manifest.seed = spec_.train().seed();
+    content.manifest.spec = spec_;
+    content.manifest.compute_threads = spec_.runtime().compute_threads();
+    content.manifest.cpu_model = CpuModel();
+    content.manifest.torch_version = kTorchVersion;
+    content.manifest.ready_time = absl::Now();
+    MOONPIPE_ASSIGN_OR_RETURN(CheckpointInfo info, ledger_->Finish(step, content));
+    MOONPIPE_RETURN_IF_ERROR(ledger_->Retain(spec_.checkpoint().keep_last()).status());
+    return info;
   };
-  absl::StatusOr<CheckpointManifest> manifest = write();
-  if (!manifest.ok()) {
+  const absl::StatusOr<CheckpointInfo> saved = write();
+  if (!saved.ok()) {
     checkpoint.set_state(Checkpoint::STATE_FAILED);
-    checkpoint.set_error(std::string(manifest.status().message()));
+    checkpoint.set_error(std::string(saved.status().message()));
     options_.runs->PutCheckpoint(job_.id, checkpoint);
-    return manifest.status();
+    return saved.status();
   }
   last_saved_ = step;
   checkpoint.set_state(Checkpoint::STATE_READY);
-  checkpoint.set_path(manifest->folder);
-  checkpoint.set_size_bytes(manifest->total_bytes());
-  checkpoint.set_manifest_sha256(manifest->sha256);
+  checkpoint.set_path(saved->path);
+  checkpoint.set_size_bytes(saved->size_bytes);
+  checkpoint.set_manifest_sha256(saved->manifest_sha256);
   checkpoint.mutable_ready_time()->set_seconds(absl::ToUnixSeconds(absl::Now()));
   options_.runs->PutCheckpoint(job_.id, checkpoint);
   metrics_->checkpoint_write_duration.Observe(absl::ToDoubleSeconds(written - begin));
   metrics_->checkpoint_commit_duration.Observe(absl::ToDoubleSeconds(absl::Now() - written));
   metrics_->checkpoint_last_success_timestamp.Set(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
-  metrics_->checkpoint_bytes.Add(static_cast<double>(manifest->total_bytes()));
-  MP_LOG(INFO) << "checkpoint of step " << step << " is in " << manifest->folder;
+  metrics_->checkpoint_bytes.Add(static_cast<double>(saved->size_bytes));
+  MP_LOG(INFO) << "checkpoint of step " << step << " is in " << saved->path;
   return absl::OkStatus();
 }
 
