@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/data/skip.h"
 
@@ -26,6 +27,8 @@ absl::string_view KeyOf(absl::string_view name) {
   if (dot == base) return {};
   return name.substr(0, dot);
 }
+
+std::string RecordName(absl::string_view key) { return absl::StrCat(key, ".json"); }
 
 absl::StatusOr<std::string> ReadWhole(const RandomAccessFile& file, uint64_t offset, uint64_t size, const std::string& name) {
   if (size > kLargestFile) return SkipError(kBadRecord, absl::StrCat(name, " has ", size, " bytes; the limit is ", kLargestFile));
@@ -59,15 +62,25 @@ absl::Status SampleReader::AddShard(const std::string& path) {
   MOONPIPE_ASSIGN_OR_RETURN(std::vector<TarMember> members, ReadTarIndex(*file));
   const std::string parent = std::filesystem::path(path).parent_path().string();
   Shard shard{path, parent.empty() ? "." : parent, {}};
+  std::vector<Sample> found;
   absl::flat_hash_map<std::string, size_t> by_key;
   for (TarMember& member : members) {
     const absl::string_view key = KeyOf(member.name);
     if (key.empty()) continue;
-    const auto [it, is_new] = by_key.try_emplace(std::string(key), samples_.size());
-    if (is_new) samples_.push_back({std::string(key), shards_.size(), false});
+    const auto [it, is_new] = by_key.try_emplace(std::string(key), found.size());
+    if (is_new) found.push_back({std::string(key), shards_.size(), false});
     std::string name = member.name;
-    if (!shard.members.try_emplace(std::move(name), std::move(member)).second) samples_[it->second].twice = true;
+    if (!shard.members.try_emplace(std::move(name), std::move(member)).second) found[it->second].twice = true;
   }
+  size_t without_record = 0;
+  for (Sample& sample : found) {
+    if (shard.members.contains(RecordName(sample.key))) {
+      samples_.push_back(std::move(sample));
+    } else {
+      ++without_record;
+    }
+  }
+  if (without_record > 0) MP_LOG(INFO) << path << ": " << without_record << " keys have no .json and are no samples of their own";
   shards_.push_back(std::move(shard));
   return absl::OkStatus();
 }
@@ -89,8 +102,7 @@ absl::StatusOr<RawSample> SampleReader::Read(uint64_t index) const {
 absl::StatusOr<RawSample> SampleReader::ReadOnce(const Sample& sample) const {
   const Shard& shard = shards_[sample.shard];
   if (sample.twice) return SkipError(kBadRecord, "two members of the shard have the same name");
-  const auto member = shard.members.find(absl::StrCat(sample.key, ".json"));
-  if (member == shard.members.end()) return SkipError(kBadRecord, absl::StrCat("no member ", sample.key, ".json in the shard"));
+  const auto member = shard.members.find(RecordName(sample.key));
   MOONPIPE_ASSIGN_OR_RETURN(const std::unique_ptr<RandomAccessFile> file, options_.open(shard.path));
   MOONPIPE_ASSIGN_OR_RETURN(const std::string json, ReadWhole(*file, member->second.offset, member->second.size, member->second.name));
   MOONPIPE_ASSIGN_OR_RETURN(Record record, ParseRecord(json));

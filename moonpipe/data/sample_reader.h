@@ -1,6 +1,6 @@
-// Samples out of WebDataset tar shards. A sample is a set of members with one key: the path up to the first dot of its last
-// part. `KEY.json` is its record; the pictures that the record names are members of the same shard (by full name, or relative to
-// the record's own folder in it) or files relative to the folder that the shard lies in.
+// Samples out of WebDataset tar shards. The members of a sample share its key: the path up to the first dot of its last part.
+// `KEY.json` is its record, and a key without one is no sample. The pictures that the record names are members of the same shard
+// (by full name, or relative to the record's own folder in it) or files relative to the folder that the shard lies in.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct SampleReaderOptions {
   FileOpener open = OpenRandomAccessFile;
 };
 
-// Samples have global indices: shards in the order given, in a shard by their first member. Safe to use from several threads.
+// Samples have global indices: shards in the order given, in a shard by the first member of their key. Safe to use from several threads.
 class SampleReader {
  public:
   // Reads the index of every shard. NOT_FOUND, DATA_LOSS or UNAVAILABLE with the shard's path; INVALID_ARGUMENT when the shards

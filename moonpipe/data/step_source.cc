@@ -12,6 +12,7 @@
 #include "moonpipe/data/microbatch.h"
 #include "moonpipe/data/packer.h"
 #include "moonpipe/data/sample_loader.h"
+#include "moonpipe/data/utf8.h"
 
 namespace moonpipe {
 namespace {
@@ -121,9 +122,9 @@ class PackedStepSource : public StepSource {
       }
       data::v1::SkippedSample& skipped = result.skipped.emplace_back();
       skipped.set_sample(index);
-      skipped.set_key(loader_->reader().Key(index));
+      skipped.set_key(ReplaceInvalidUtf8(loader_->reader().Key(index)));
       skipped.set_reason(sample->skip->reason);
-      skipped.set_detail(sample->skip->detail);
+      skipped.set_detail(ReplaceInvalidUtf8(sample->skip->detail));
     }
     for (const std::vector<size_t>& pack : PackDocuments(lengths, static_cast<uint32_t>(loader_->options().microbatch_tokens))) {
       std::vector<uint64_t>& samples = result.packs.emplace_back();

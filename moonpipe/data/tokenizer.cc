@@ -14,6 +14,7 @@
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/nearest_name.h"
 #include "moonpipe/base/status_macros.h"
+#include "moonpipe/data/utf8.h"
 
 namespace moonpipe {
 namespace {
@@ -69,7 +70,6 @@ std::string ToUtf8(const icu::UnicodeString& text) {
   return bytes;
 }
 
-// Also replaces what is not UTF-8, one U+FFFD for each maximal ill-formed part, as Python's errors="replace".
 icu::UnicodeString FromUtf8(absl::string_view bytes) {
   return icu::UnicodeString::fromUTF8(icu::StringPiece(bytes.data(), static_cast<int32_t>(bytes.size())));
 }
@@ -179,7 +179,7 @@ std::string Tokenizer::Decode(absl::Span<const int32_t> ids) const {
       bytes += kReplacement;
     }
   }
-  return ToUtf8(FromUtf8(bytes));
+  return ReplaceInvalidUtf8(bytes);
 }
 
 absl::StatusOr<int32_t> Tokenizer::SpecialTokenId(absl::string_view name) const {
