@@ -1,12 +1,15 @@
 #include "moonpipe/runtime/main_flags.h"
 
+#include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <cstdlib>
 #include <utility>
 
 #include "CLI/CLI.hpp"
+#include "absl/time/clock.h"
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/listen_address.h"
 #include "moonpipe/base/status_macros.h"
@@ -21,6 +24,14 @@ const CLI::Validator& IsAddress() {
   static const auto* validator = new CLI::Validator(
       [](std::string& text) { return std::string(ParseHostPort(text).status().message()); }, "HOST:PORT", "address");
   return *validator;
+}
+
+sigset_t ShutdownSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  return signals;
 }
 
 }  // namespace
@@ -71,6 +82,23 @@ absl::StatusOr<std::string> ServiceFlags::AdvertisedAddress(const std::string& b
 absl::Status ServiceFlags::WriteAddress(const std::string& address) const {
   if (address_file.empty()) return absl::OkStatus();
   return WriteFileAtomically(address_file, address + "\n");
+}
+
+ShutdownSignal::ShutdownSignal() {
+  const sigset_t signals = ShutdownSignals();
+  ::pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+}
+
+bool ShutdownSignal::Wait(absl::Duration timeout) {
+  const sigset_t signals = ShutdownSignals();
+  const absl::Time deadline = absl::Now() + timeout;
+  while (true) {
+    // An endless wait is a row of long ones.
+    const absl::Duration left = std::min(deadline - absl::Now(), absl::Hours(1));
+    const timespec wait = absl::ToTimespec(std::max(left, absl::ZeroDuration()));
+    if (::sigtimedwait(&signals, nullptr, &wait) > 0) return true;
+    if (absl::Now() >= deadline) return false;
+  }
 }
 
 void SetEnvironmentForDeterminism(char** argv) {

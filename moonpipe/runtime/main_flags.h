@@ -3,6 +3,7 @@
 //   int main(int argc, char** argv) {
 //     moonpipe::SetEnvironmentForDeterminism(argv);
 //     moonpipe::DieWithParent();
+//     moonpipe::ShutdownSignal shutdown;
 //     CLI::App app("decoder stage of moonpipe");
 //     ServiceFlags flags;
 //     flags.AddTo(&app, ServiceFlags::Dials::kCoordinator);
@@ -10,12 +11,14 @@
 //     moonpipe::InitLogging("decoder", flags.format());
 //     ...
 //     MOONPIPE_RETURN_IF_ERROR(flags.WriteAddress(server->address()));
+//     shutdown.Wait();
 #pragma once
 
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "moonpipe/base/logging.h"
 
 namespace CLI {
@@ -50,6 +53,15 @@ struct ServiceFlags {
   // Writes the address to --address-file, atomically, for whoever waits for it (WaitForAddress); nothing without the
   // flag. Call it when the service is ready to be dialled.
   absl::Status WriteAddress(const std::string& address) const;
+};
+
+// SIGTERM and SIGINT as something to wait for. Make it before any thread starts: the signals are blocked in this thread
+// and in those that it starts, so nothing but Wait takes them.
+class ShutdownSignal {
+ public:
+  ShutdownSignal();
+  // Blocks until one comes, or until `timeout` has passed; true for a signal.
+  bool Wait(absl::Duration timeout = absl::InfiniteDuration());
 };
 
 // Pins the instruction set that MKL and LibTorch choose (MKL_CBWR=AVX2, ATEN_CPU_CAPABILITY=avx2), where the

@@ -1,5 +1,6 @@
 #include "moonpipe/runtime/main_flags.h"
 
+#include <signal.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -88,6 +89,21 @@ TEST(MainFlags, TheAddressFileIsWritten) {
   ASSERT_TRUE(flags.WriteAddress("127.0.0.1:5").ok());
   EXPECT_EQ(ReadFile(flags.address_file).value(), "127.0.0.1:5\n");
   std::remove(flags.address_file.c_str());
+}
+
+TEST(ShutdownSignal, IsWaitedFor) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    const std::string ready = absl::StrCat(testing::TempDir(), "/ready.", ::getpid());
+    std::remove(ready.c_str());
+    auto process = ChildProcess::Start({.name = "probe", .arguments = {PROBE_BINARY, "wait-for-signal", ready}});
+    ASSERT_TRUE(process.ok()) << process.status();
+    ASSERT_TRUE(WaitForAddress(process->get(), ready, absl::Seconds(20)).ok());
+    (*process)->Signal(signal);
+    const auto exit = (*process)->Wait(absl::Now() + absl::Seconds(20));
+    ASSERT_TRUE(exit.ok()) << exit.status();
+    EXPECT_EQ(exit->ToString(), "exited with code 5");
+    std::remove(ready.c_str());
+  }
 }
 
 // What the probe's static initialisers saw.

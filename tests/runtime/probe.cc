@@ -1,5 +1,6 @@
 // A program for the tests of the launcher and of main's first lines.
 //   probe die-with-parent FILE   dies with its parent; writes FILE once it is sure to
+//   probe wait-for-signal FILE   writes FILE, then exits with 5 at SIGTERM or SIGINT
 //   probe print-environment      prints the pinned variables as main's static initialisers saw them, and how often main
 //   ran
 #include <unistd.h>
@@ -31,6 +32,12 @@ int main(int argc, char** argv) {
   if (mode == "die-with-parent") {
     if (!moonpipe::WriteFileAtomically(argv[2], "ready").ok()) return 1;
     while (true) ::pause();
+  }
+  if (mode == "wait-for-signal") {
+    moonpipe::ShutdownSignal shutdown;
+    if (shutdown.Wait(absl::Milliseconds(1))) return 1;
+    if (!moonpipe::WriteFileAtomically(argv[2], "ready").ok()) return 1;
+    return shutdown.Wait() ? 5 : 1;
   }
   if (mode == "print-environment") {
     std::cout << before_main << " " << ::getpid();
