@@ -77,6 +77,11 @@ def pods(folder):
     return found
 
 
+def fill_data():
+    with open(os.path.join(KUSTOMIZE, "tools", "fill-data.yaml"), encoding="utf-8") as file:
+        return file.read()
+
+
 def services_pods(folder):
     return {name: pod for name, pod in pods(folder).items() if name in SERVICES}
 
@@ -151,7 +156,7 @@ class Rendering(unittest.TestCase):
     def test_every_overlay_passes_the_schemas_of_kubernetes(self):
         if not VALIDATE:
             self.skipTest("kubernetes-validate is neither on PATH nor in $MOONPIPE_TOOLS/bin")
-        self.validate([render(folder) for folder in FOLDERS] + [render_with_monitoring("base")])
+        self.validate([render(folder) for folder in FOLDERS] + [render_with_monitoring("base"), fill_data()])
         self.validate([render("base").replace("podManagementPolicy:", "podManagementPolitics:")], expect=False)
 
     def validate(self, texts, expect=True):
@@ -204,8 +209,8 @@ class Pods(unittest.TestCase):
         self.assertEqual(of_kind("overlays/jobset", "StatefulSet"), [])
 
     def test_every_container_is_restricted(self):
-        for folder in FOLDERS:
-            for name, pod in pods(folder).items():
+        for folder in (*FOLDERS, "tools"):
+            for name, pod in ({"fill-data": documents(fill_data())[0]} if folder == "tools" else pods(folder)).items():
                 with self.subTest(folder=folder, pod=name):
                     spec = pod["spec"]
                     self.assertIs(spec["automountServiceAccountToken"], False)
@@ -494,6 +499,54 @@ class Monitoring(unittest.TestCase):
         for name, text in config["data"].items():
             with open(os.path.join(folder, name), encoding="utf-8") as file:
                 self.assertEqual(json.loads(text), json.load(file))
+
+
+class Operations(unittest.TestCase):
+    def setUp(self):
+        with open(os.path.join(ROOT, "docs", "operations.md"), encoding="utf-8") as file:
+            self.text = file.read()
+
+    def test_commands_use_known_flags(self):
+        known = known_flags()
+        lines = re.findall(r"(moonpipe-[a-z]+(?:-[a-z]+)?|moonpipe (?:submit|status|watch|pause|resume|stop|save)) ([^`\n]*)", self.text)
+        self.assertGreater(len(lines), 6)
+        for program, rest in lines:
+            given = set(re.findall(r"--[a-z-]+", rest))
+            if given:
+                self.assertLessEqual(given, known[program], program)
+
+    def test_the_table_of_flags_is_the_list(self):
+        table = set(re.findall(r"^\| `(--[a-z-]+)", self.text, re.MULTILINE))
+        self.assertEqual(table, {flag for flags_of in known_flags().values() for flag in flags_of})
+
+    def test_fields_of_the_run_file_exist(self):
+        fields = proto_fields()
+        sections = fields["TrainingRunSpec"]
+        named = re.findall(r"`(" + "|".join(sections) + r")\.(\w+)`", self.text)
+        self.assertGreater(len(named), 8)
+        for section, field in named:
+            if field not in ("yaml", "json"):
+                self.assertIn(field, fields[sections[section]], section)
+
+    def test_files_and_links_exist(self):
+        headings = {re.sub(r"[^a-z0-9 -]", "", line.lower()).replace(" ", "-") for line in re.findall(r"^#+ (.*)$", self.text, re.MULTILINE)}
+        for anchor in re.findall(r"\(#([^)]*)\)", self.text):
+            self.assertIn(anchor, headings)
+        for path in re.findall(r"\bdeploy/[\w./-]*[\w/]", self.text):
+            self.assertTrue(os.path.exists(os.path.join(ROOT, path)), path)
+
+    def test_the_overlay_of_the_page_renders(self):
+        text = re.search(r"```yaml\n(.*?)```", self.text, re.DOTALL).group(1)
+        with tempfile.TemporaryDirectory() as work:
+            path = os.path.relpath(ROOT, os.path.realpath(work))
+            with open(os.path.join(work, "kustomization.yaml"), "w", encoding="utf-8") as file:
+                file.write(re.sub(r"^   ", "", text, flags=re.MULTILINE).replace("PATH", path).replace("REGISTRY", "registry.example"))
+            shutil.copy(os.path.join(KUSTOMIZE, "base", "run.yaml"), work)
+            result = subprocess.run([KUBECTL, "kustomize", work], capture_output=True, text=True, check=False)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        for document in documents(result.stdout):
+            self.assertEqual(document["metadata"]["namespace"], "moonpipe")
+        self.assertEqual(result.stdout.count("image: registry.example/moonpipe:0.1.0"), 4)
 
 
 if __name__ == "__main__":
