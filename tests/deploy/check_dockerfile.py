@@ -123,7 +123,10 @@ def check_torch(text, torch):
                 yield f"{file} is not in {torch}"
                 continue
             os.makedirs(os.path.dirname(os.path.join(work, file)), exist_ok=True)
-            shutil.copy(source, os.path.join(work, file))
+            try:
+                os.link(os.path.realpath(source), os.path.join(work, file))
+            except OSError:  # another file system
+                shutil.copy(source, os.path.join(work, file))
         packages = set(listed_packages())
         for file in torch_files(text):
             found, missing = loaded(os.path.join(work, file))
