@@ -18,6 +18,8 @@
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/base/torch_status.h"
 #include "moonpipe/comm/edge_connector.h"
+#include "moonpipe/metrics/role_metrics.h"
+#include "moonpipe/pipeline/schedule.h"
 #include "moonpipe/model/fresh_weights.h"
 #include "moonpipe/model/hf_weights.h"
 #include "moonpipe/pipeline/decoder_stage.h"
@@ -74,6 +76,7 @@ class PlanExecution {
   absl::Status BuildModel();
   absl::Status ConnectEdges();
   bool IsEmbeddingCopy(const TensorSpec& spec) const;
+  void ObserveStep(const RunStep& step, const StepReport& report);
 
   const ComputeWorkerOptions options_;
   const Plan plan_;
@@ -87,6 +90,12 @@ class PlanExecution {
   StageEdges edges_;
   std::unique_ptr<MicrobatchClient> data_;
   std::optional<StageExecutor> executor_;
+
+  std::optional<WorkerMetrics> metrics_;
+  std::map<std::string, EdgeMetrics> edge_metrics_;
+  absl::Time step_begin_;
+  absl::Time last_end_ = absl::InfinitePast();
+  double pending_flops_ = 0;  // of a step that ran and is not yet committed
 };
 
 absl::Status PlanExecution::Start() {
@@ -104,6 +113,16 @@ absl::Status PlanExecution::Start() {
   data.access_token = plan_.access_token();
   data_ = std::make_unique<MicrobatchClient>(std::move(data));
   MOONPIPE_RETURN_IF_ERROR(ConnectEdges());
+  const bool is_stage = plan_.role() == common::v1::WORKER_ROLE_DECODER_STAGE;
+  const std::string stage = is_stage ? absl::StrCat(plan_.part().stage()) : "vision";
+  metrics_.emplace(options_.metrics, plan_.run(), stage, is_stage ? "decoder" : "vision", "cpu");
+  if (options_.peak_flops_per_second > 0) metrics_->SetDevicePeak(options_.peak_flops_per_second);
+  for (const auto& [name, edge] : edges_.senders) {
+    edge_metrics_.emplace(name, EdgeMetrics(options_.metrics, plan_.run(), stage, name, "send", edge->transport()));
+  }
+  for (const auto& [name, edge] : edges_.receivers) {
+    edge_metrics_.emplace(name, EdgeMetrics(options_.metrics, plan_.run(), stage, name, "receive", edge->transport()));
+  }
   StageExecutor::Options executor;
   executor.vision = vision_.get();
   executor.decoder = decoder_.get();
@@ -205,6 +224,7 @@ absl::StatusOr<StepReport> PlanExecution::Run(const RunStep& step) {
     return absl::AbortedError(absl::StrCat("stale generation ", step.generation(), ": this worker's plan has generation ",
                                            plan_.generation()));
   }
+  step_begin_ = absl::Now();
   StepContext context;
   context.run = &step;
   ClientProvider provider(data_.get());
@@ -229,9 +249,61 @@ absl::StatusOr<StepReport> PlanExecution::Run(const RunStep& step) {
       AddGradientNorms(*store_, optimizer_->rules(), report);
       return absl::OkStatus();
     }));
-    options_.metrics->ObserveStep(report);
   }
+  ObserveStep(step, report);
   return report;
+}
+
+void PlanExecution::ObserveStep(const RunStep& step, const StepReport& report) {
+  const absl::Time now = absl::Now();
+  absl::Duration timed;
+  for (const worker::v1::ActionTiming& timing : report.timings()) {
+    const absl::Duration duration = absl::Microseconds(timing.end_us() - timing.begin_us());
+    const absl::StatusOr<Action> action = ParseAction(timing.action());
+    if (!action.ok()) continue;
+    StagePhase phase = StagePhase::kSend;
+    switch (action->type) {
+      case ActionType::kForward:
+        phase = StagePhase::kForward;
+        (step.decode() ? metrics_->eval_microbatches : metrics_->train_microbatches).Add();
+        break;
+      case ActionType::kBackward:
+        phase = StagePhase::kBackward;
+        break;
+      case ActionType::kReceiveActivation:
+      case ActionType::kReceiveGradient:
+      case ActionType::kReceiveFeatures:
+      case ActionType::kReceiveFeatureGradient:
+        phase = timing.waited() ? StagePhase::kBubble : StagePhase::kReceive;
+        break;
+      default:
+        break;
+    }
+    metrics_->AddPhase(phase, duration);
+    timed += duration;
+  }
+  // Between actions: fetching pixels is inside them, so little is left.
+  metrics_->AddPhase(StagePhase::kBubble, std::max(absl::ZeroDuration(), now - step_begin_ - timed));
+  if (last_end_ != absl::InfinitePast()) metrics_->AddPhase(StagePhase::kIdle, step_begin_ - last_end_);
+  last_end_ = now;
+  metrics_->SetMemory(MemoryKind::kPeak, static_cast<double>(report.peak_memory_bytes()));
+  for (const worker::v1::EdgeBytes& edge : report.edges()) {
+    const EdgeMetrics& metrics = edge_metrics_.at(edge.edge());
+    metrics.payload_bytes.Add(static_cast<double>(edge.payload_bytes()));
+    metrics.frame_bytes.Add(static_cast<double>(edge.frame_bytes()));
+    if (edge.edge() == "features") metrics_->vision_feature_bytes.Add(static_cast<double>(edge.payload_bytes()));
+  }
+  double ratio = 0;
+  for (const auto& counts : report.expert_counts()) {
+    double sum = 0, largest = 0;
+    for (const uint64_t count : counts.counts()) {
+      sum += static_cast<double>(count);
+      largest = std::max(largest, static_cast<double>(count));
+    }
+    if (sum > 0) ratio = std::max(ratio, largest * counts.counts_size() / sum);
+  }
+  if (ratio > 0) metrics_->expert_load_max_ratio.Set(ratio);
+  pending_flops_ = step.decode() ? 0 : step.model_flops();
 }
 
 absl::Status PlanExecution::Commit(const CommitStep& step) {
@@ -240,7 +312,10 @@ absl::Status PlanExecution::Commit(const CommitStep& step) {
     const bool vision_moves = plan_.spec().train().step_idle_parts() || vision_ == nullptr || vision_->had_work();
     optimizer_->Step(step.clip_factor(), step.learning_rate_factor(), vision_moves, /*move_decoder=*/true);
     if (decoder_ != nullptr) decoder_->UpdateExpertBiases(step, plan_.spec().train().expert_bias_rate());
-    options_.metrics->ObserveOptimizer(absl::ToDoubleSeconds(absl::Now() - begin));
+    const absl::Time end = absl::Now();
+    metrics_->AddPhase(StagePhase::kOptimizer, end - begin);
+    metrics_->model_flops.Add(pending_flops_);
+    last_end_ += end - begin;
     return absl::OkStatus();
   });
 }

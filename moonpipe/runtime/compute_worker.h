@@ -13,13 +13,14 @@ namespace moonpipe {
 
 struct ComputeWorkerOptions {
   CoordinatorClient* client = nullptr;  // not owned
-  WorkerMetrics* metrics = nullptr;     // not owned
+  MetricsRegistry* metrics = nullptr;   // not owned
   // Where edges listen between hosts, and under which name others reach this one.
   std::string listen_host = "127.0.0.1";
   std::string advertise_host = "127.0.0.1";
   // Folder for Unix sockets.
   std::string socket_folder;
   std::string boot_id;
+  double peak_flops_per_second = 0;
 };
 
 // Serves until the coordinator drains the worker (OK) or the worker cannot go on (the error, which the coordinator was told).

@@ -193,7 +193,7 @@ class CoordinatorClient::Impl : public grpc::ClientBidiReactor<ConnectRequest, C
     }
     commands_.Close(reason);
     Interrupt(reason);
-    ReleaseHold();
+    RemoveHold();
   }
 
   void Interrupt(const absl::Status& reason) {

@@ -19,7 +19,8 @@
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/config/run_file.h"
-#include "moonpipe/pipeline/schedule.h"
+#include "moonpipe/metrics/role_metrics.h"
+#include "moonpipe/pipeline/stage_split.h"
 #include "moonpipe/spec/flops.h"
 #include "moonpipe/spec/model_config.h"
 #include "moonpipe/spec/tensor_list.h"
@@ -29,6 +30,7 @@
 #include "services/coordinator/edge_traffic.h"
 #include "services/coordinator/journal.h"
 #include "services/coordinator/plan_builder.h"
+#include "services/coordinator/plan_summary.h"
 #include "services/coordinator/run_files.h"
 #include "services/coordinator/run_step_builder.h"
 #include "services/coordinator/step_commit.h"
@@ -96,6 +98,8 @@ class RunSession {
   absl::StatusOr<PublishManifest> AwaitManifest(uint64_t step);
   void Prepare(uint64_t step);
   absl::Status RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, bool decode, bool zero_features);
+  // Model FLOPs of the step by worker: the tower's to its owner, the decoder's by what the layers of a stage cost.
+  std::map<uint32_t, double> ShareFlops(const data::v1::StepManifest& manifest) const;
   absl::Status AwaitCommitted(uint64_t step);
   absl::Status Save(uint64_t step);
   absl::Status Evaluate();
@@ -103,7 +107,7 @@ class RunSession {
   absl::Status WriteReport();
   // The peak rate of a part's first tensor that moves; 0 for a frozen part.
   double PeakRate(ModelPartKind part) const;
-  void ObserveStep(const StepEvent& event, const data::v1::StepManifest& manifest, const StepDecision& decision);
+  void ObserveStep(const StepEvent& event, const data::v1::StepManifest& manifest, double loss_max);
 
   absl::Time StepDeadline() const { return absl::Now() + absl::Seconds(spec_.runtime().step_timeout_seconds()); }
   bool Computes(const WorkerInfo& worker) const { return worker.registration.role() != WORKER_ROLE_DATALOADER; }
@@ -275,8 +279,6 @@ absl::Status RunSession::CarryOutPlan() {
   MOONPIPE_RETURN_IF_ERROR(AwaitWorkers());
   options_.hub->BeginGeneration(generation_);
   SetState(TrainingRun::STATE_STARTING);
-  const std::string summary = SummarizePlan(plan_, spec_, config_);
-  Update([&](TrainingRun& run) { run.set_plan_summary(summary); });
   for (const auto& [worker, plan] : plan_.plans) {
     ConnectResponse command;
     *command.mutable_plan() = plan;
@@ -288,6 +290,8 @@ absl::Status RunSession::CarryOutPlan() {
     // One unknown device makes the sum unknown.
     peak_flops_ = peak <= 0 || peak_flops_ < 0 ? -1 : peak_flops_ + peak;
   }
+  const std::string summary = SummarizePlan(plan_, job_.id, spec_, config_, peak_flops_);
+  Update([&](TrainingRun& run) { run.set_plan_summary(summary); });
   MOONPIPE_RETURN_IF_ERROR(pool_->Await(
       "the workers carried out the plan", absl::Now() + absl::Seconds(spec_.runtime().start_timeout_seconds()),
       [&] { return pool_->ready.size() == pool_->members().size(); },
@@ -313,11 +317,9 @@ void RunSession::Prepare(uint64_t step) {
 }
 
 absl::StatusOr<PublishManifest> RunSession::AwaitManifest(uint64_t step) {
-  const absl::Time begin = absl::Now();
   MOONPIPE_RETURN_IF_ERROR(pool_->Await(
       absl::StrCat("the dataloader made step ", step), StepDeadline(), [&] { return pool_->manifests.contains(step); },
       [&] { return std::vector<uint32_t>{Dataloader()}; }));
-  metrics_->dataloader_wait.Observe(absl::ToDoubleSeconds(absl::Now() - begin));
   auto manifest = pool_->manifests.extract(step);
   if (!manifest.mapped().error().empty()) {
     return absl::InvalidArgumentError(absl::StrCat("the dataloader cannot make step ", step, ": ", manifest.mapped().error()));
@@ -328,14 +330,37 @@ absl::StatusOr<PublishManifest> RunSession::AwaitManifest(uint64_t step) {
 absl::Status RunSession::RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, bool decode, bool zero_features) {
   MOONPIPE_RETURN_IF_ERROR(CheckMessagesFit(plan_, config_, manifest));
   MOONPIPE_ASSIGN_OR_RETURN(const auto steps, MakeRunSteps(plan_, manifest, decode, zero_features));
+  const std::map<uint32_t, double> flops = decode ? std::map<uint32_t, double>() : ShareFlops(manifest);
   for (const auto& [worker, run] : steps) {
     ConnectResponse command;
     *command.mutable_run_step() = run;
+    if (!decode) command.mutable_run_step()->set_model_flops(flops.at(worker));
     pool_->Send(worker, std::move(command));
   }
   return pool_->Await(
       absl::StrCat(decode ? "decoding step " : "step ", step, " ran"), StepDeadline(),
       [&] { return Missing(pool_->reports[step]).empty(); }, [&] { return Missing(pool_->reports[step]); });
+}
+
+std::map<uint32_t, double> RunSession::ShareFlops(const data::v1::StepManifest& manifest) const {
+  const StepFlops flops = CountTrainingFlops(config_, manifest, frozen_);
+  std::map<uint32_t, double> shares;
+  if (plan_.encoder.has_value()) shares[*plan_.encoder] = flops.vision + flops.projector;
+  const SplitCosts costs = CostsOf(config_);
+  double whole = costs.head;
+  for (const double layer : costs.layers) whole += layer;
+  double left = flops.decoder;
+  for (size_t stage = 0; stage < plan_.stages.size(); ++stage) {
+    const PartRange& part = plan_.parts[stage];
+    double cost = part.has_head ? costs.head : 0;
+    for (int64_t layer = part.first_layer; layer < part.end_layer; ++layer) cost += costs.layers[static_cast<size_t>(layer)];
+    // Whole numbers, and the rest for the last stage, so that the shares add up to the step's count exactly.
+    const double share = stage + 1 == plan_.stages.size() ? left : std::floor(flops.decoder * cost / whole);
+    left -= share;
+    shares[plan_.stages[stage]] += share;
+    if (part.has_vision) shares[plan_.stages[stage]] += flops.vision + flops.projector;
+  }
+  return shares;
 }
 
 absl::Status RunSession::AwaitCommitted(uint64_t step) {
@@ -441,7 +466,13 @@ absl::Status RunSession::TakeStep(uint64_t step) {
   last_loss_ = decision.loss;
   event.set_eta_seconds(step_seconds_ / static_cast<double>(steps_here_) * static_cast<double>(spec_.train().steps() - step));
   metrics_log_->Append(event);
-  ObserveStep(event, manifest, decision);
+  double loss_max = 0;
+  for (const auto& [worker, report] : reports) {
+    for (const auto& loss : report.losses()) {
+      if (loss.trained_labels() > 0) loss_max = std::max(loss_max, loss.loss_sum() / static_cast<double>(loss.trained_labels()));
+    }
+  }
+  ObserveStep(event, manifest, loss_max);
   options_.runs->PublishStep(job_.id, event);
   return absl::OkStatus();
 }
@@ -638,14 +669,14 @@ absl::Status RunSession::WriteReport() {
   return WriteFileAtomically(folder_ + "/report.json", report.ToJson());
 }
 
-void RunSession::ObserveStep(const StepEvent& event, const data::v1::StepManifest& manifest, const StepDecision& decision) {
+void RunSession::ObserveStep(const StepEvent& event, const data::v1::StepManifest& manifest, double loss_max) {
   if (!event.skip_reason().empty()) {
     metrics_->skipped_steps(event.skip_reason()).Add();
   } else {
     metrics_->steps.Add();
     metrics_->loss.Set(event.loss());
     metrics_->grad_norm.Set(event.grad_norm());
-    metrics_->loss_max.Set(decision.loss_max);
+    metrics_->loss_max.Set(loss_max);
   }
   uint64_t image_tokens = 0;
   for (const auto& microbatch : manifest.microbatches()) image_tokens += microbatch.feature_rows();

@@ -15,7 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "moonpipe/cluster/v1/checkpoint.pb.h"
-#include "moonpipe/cluster/v1/training_run.pb.h"
+#include "moonpipe/cluster/v1/cluster_service.pb.h"
 
 namespace moonpipe {
 

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/data/step_source.h"
+#include "moonpipe/metrics/role_metrics.h"
 #include "moonpipe/spec/model_config.h"
 
 namespace moonpipe {
@@ -128,8 +130,9 @@ class DataPlan {
 
 }  // namespace
 
-absl::Status ServeDataloader(CoordinatorClient* client, DataloaderService* service, DataloaderMetrics* metrics) {
+absl::Status ServeDataloader(CoordinatorClient* client, DataloaderService* service, MetricsRegistry* registry) {
   std::unique_ptr<DataPlan> plan;
+  std::optional<DataloaderMetrics> metrics;
   while (true) {
     MOONPIPE_ASSIGN_OR_RETURN(const ConnectResponse command, client->Next(absl::InfiniteFuture()));
     ConnectRequest event;
@@ -146,6 +149,7 @@ absl::Status ServeDataloader(CoordinatorClient* client, DataloaderService* servi
           client->Send(std::move(event));
           return started;
         }
+        metrics.emplace(registry, command.plan().run());
         event.mutable_plan_ready()->set_generation(command.plan().generation());
         break;
       }
@@ -153,7 +157,13 @@ absl::Status ServeDataloader(CoordinatorClient* client, DataloaderService* servi
         client->SetActivity(absl::StrCat("making step ", command.prepare_step().step()), "");
         const absl::Time begin = absl::Now();
         *event.mutable_publish_manifest() = plan->Prepare(command.prepare_step());
-        metrics->ObserveStep(event.publish_manifest().manifest(), absl::ToDoubleSeconds(absl::Now() - begin));
+        metrics->step_duration.Observe(absl::ToDoubleSeconds(absl::Now() - begin));
+        for (const auto& microbatch : event.publish_manifest().manifest().microbatches()) {
+          metrics->samples_packed.Add(microbatch.samples_size());
+        }
+        for (const auto& skipped : event.publish_manifest().manifest().skipped()) {
+          (skipped.reason() == "too_long" ? metrics->samples_too_long : metrics->samples_corrupt).Add();
+        }
         break;
       }
       case ConnectResponse::kDrain:

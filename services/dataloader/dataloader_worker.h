@@ -10,6 +10,6 @@
 namespace moonpipe {
 
 // Serves until the coordinator drains the worker (OK) or the worker cannot go on (the error, which the coordinator was told).
-absl::Status ServeDataloader(CoordinatorClient* client, DataloaderService* service, DataloaderMetrics* metrics);
+absl::Status ServeDataloader(CoordinatorClient* client, DataloaderService* service, MetricsRegistry* registry);
 
 }  // namespace moonpipe
