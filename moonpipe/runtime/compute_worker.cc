@@ -116,7 +116,7 @@ absl::Status PlanExecution::Start() {
   const bool is_stage = plan_.role() == common::v1::WORKER_ROLE_DECODER_STAGE;
   const std::string stage = is_stage ? absl::StrCat(plan_.part().stage()) : "vision";
   metrics_.emplace(options_.metrics, plan_.run(), stage, is_stage ? "decoder" : "vision", "cpu");
-  if (options_.peak_flops_per_second > 0) metrics_->SetDevicePeak(options_.peak_flops_per_second);
+  if (options_.peak_flops_per_second > 0) metrics_->device_peak.Set(options_.peak_flops_per_second);
   for (const auto& [name, edge] : edges_.senders) {
     edge_metrics_.emplace(name, EdgeMetrics(options_.metrics, plan_.run(), stage, name, "send", edge->transport()));
   }
