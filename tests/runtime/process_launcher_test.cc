@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -30,6 +31,7 @@ class Launcher : public testing::Test {
     ASSERT_NE(::mkdtemp(folder.data()), nullptr);
     folder_ = folder;
   }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
 
   std::unique_ptr<ChildProcess> Shell(const std::string& script, const std::string& log = "log") {
     auto process = ChildProcess::Start(
