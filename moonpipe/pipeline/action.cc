@@ -11,12 +11,18 @@ namespace moonpipe {
 namespace {
 
 constexpr std::pair<ActionType, absl::string_view> kCodes[] = {
-    {ActionType::kForward, "F"},          {ActionType::kBackward, "B"},
-    {ActionType::kSendActivation, "SA"},  {ActionType::kReceiveActivation, "RA"},
-    {ActionType::kSendGradient, "SG"},    {ActionType::kReceiveGradient, "RG"},
-    {ActionType::kSendFeatures, "SF"},    {ActionType::kReceiveFeatures, "RF"},
-    {ActionType::kSendFeatureGradient, "SH"}, {ActionType::kReceiveFeatureGradient, "RH"},
-    {ActionType::kReduceTied, "RT"},      {ActionType::kReport, "RP"},
+    {ActionType::kForward, "F"},
+    {ActionType::kBackward, "B"},
+    {ActionType::kSendActivation, "SA"},
+    {ActionType::kReceiveActivation, "RA"},
+    {ActionType::kSendGradient, "SG"},
+    {ActionType::kReceiveGradient, "RG"},
+    {ActionType::kSendFeatures, "SF"},
+    {ActionType::kReceiveFeatures, "RF"},
+    {ActionType::kSendFeatureGradient, "SH"},
+    {ActionType::kReceiveFeatureGradient, "RH"},
+    {ActionType::kReduceTied, "RT"},
+    {ActionType::kReport, "RP"},
 };
 
 bool HasMicrobatch(ActionType type) { return type != ActionType::kReduceTied && type != ActionType::kReport; }
@@ -69,7 +75,8 @@ std::string Schedule::ToString() const {
   std::string text;
   for (const WorkerActions& worker : workers) {
     absl::StrAppend(
-        &text, absl::StrJoin(worker.actions, " ", [](std::string* out, const Action& a) { out->append(a.ToString()); }), "\n");
+        &text, absl::StrJoin(worker.actions, " ", [](std::string* out, const Action& a) { out->append(a.ToString()); }),
+        "\n");
   }
   return text;
 }

@@ -11,8 +11,8 @@ namespace {
 
 using Type = ActionType;
 
-// Writes one worker's list. A worker is a pipeline position: it takes something in (nothing at the first), computes a forward, passes
-// something on (nothing at the last), and the same backward.
+// Writes one worker's list. A worker is a pipeline position: it takes something in (nothing at the first), computes a
+// forward, passes something on (nothing at the last), and the same backward.
 class WorkerBuilder {
  public:
   WorkerBuilder(const ScheduleOptions& options, int32_t chunk) : options_(options), chunk_(chunk) {
@@ -35,9 +35,9 @@ class WorkerBuilder {
     }
   }
 
-  // Computes the backward of the next microbatch. If a forward follows, its input is taken in before the gradient is passed back: the
-  // neighbour ahead sends that activation before it asks for this gradient (its own next backward stands behind that forward), so
-  // with rendezvous the other order would hang, and nobody waits longer for this one.
+  // Computes the backward of the next microbatch. If a forward follows, its input is taken in before the gradient is
+  // passed back: the neighbour ahead sends that activation before it asks for this gradient (its own next backward
+  // stands behind that forward), so with rendezvous the other order would hang, and nobody waits longer for this one.
   void Backward(bool forward_follows) {
     const int32_t m = next_backward_++;
     if (chunk_ == kVisionChunk) {
@@ -57,7 +57,8 @@ class WorkerBuilder {
 
   WorkerActions Finish() {
     const bool tied_end = chunk_ == 0 || IsLast();
-    if (options_.tied_embeddings && options_.stages > 1 && tied_end && chunk_ != kVisionChunk && !options_.forward_only) {
+    if (options_.tied_embeddings && options_.stages > 1 && tied_end && chunk_ != kVisionChunk &&
+        !options_.forward_only) {
       Add(chunk_, Type::kReduceTied, -1);
     }
     Add(chunk_, Type::kReport, -1);
@@ -95,13 +96,14 @@ absl::StatusOr<Schedule> MakeSchedule(const ScheduleOptions& options) {
   const std::vector<std::string> known = {"1f1b", "gpipe"};
   if (std::find(known.begin(), known.end(), options.name) == known.end()) {
     const std::vector<std::string> nearest = NearestNames(options.name, known);
-    return absl::InvalidArgumentError(absl::StrCat("there is no schedule \"", options.name, "\"; known are ",
-                                                   absl::StrJoin(known, ", "),
-                                                   nearest.empty() ? "" : absl::StrCat("; did you mean ", nearest[0], "?")));
+    return absl::InvalidArgumentError(
+        absl::StrCat("there is no schedule \"", options.name, "\"; known are ", absl::StrJoin(known, ", "),
+                     nearest.empty() ? "" : absl::StrCat("; did you mean ", nearest[0], "?")));
   }
   if (options.stages < 1 || options.microbatches < 1) {
-    return absl::InvalidArgumentError(absl::StrCat("schedule ", options.name, " needs at least 1 stage and 1 microbatch, not ",
-                                                   options.stages, " and ", options.microbatches));
+    return absl::InvalidArgumentError(absl::StrCat("schedule ", options.name,
+                                                   " needs at least 1 stage and 1 microbatch, not ", options.stages,
+                                                   " and ", options.microbatches));
   }
   const bool own_tower = options.has_vision && !options.vision_in_first_stage;
   const int32_t positions = options.stages + (own_tower ? 1 : 0);
@@ -111,7 +113,8 @@ absl::StatusOr<Schedule> MakeSchedule(const ScheduleOptions& options) {
   schedule.options = options;
   for (int32_t position = 0; position < positions; ++position) {
     WorkerBuilder worker(options, own_tower ? position - 1 : position);
-    // The tower counts as a position of its own: its forwards run ahead like those of any stage, and its features never pile up.
+    // The tower counts as a position of its own: its forwards run ahead like those of any stage, and its features never
+    // pile up.
     const int32_t ahead = options.name == "gpipe" || options.forward_only ? m : std::min(m, positions - 1 - position);
     for (int32_t i = 0; i < ahead; ++i) worker.Forward();
     if (!options.forward_only) {

@@ -15,7 +15,8 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 // Costs of every possible stage of a split.
 class StageCosts {
  public:
-  StageCosts(const SplitCosts& costs, size_t stages) : costs_(costs), stages_(stages), sums_(costs.layers.size() + 1, 0) {
+  StageCosts(const SplitCosts& costs, size_t stages)
+      : costs_(costs), stages_(stages), sums_(costs.layers.size() + 1, 0) {
     for (size_t i = 0; i < costs.layers.size(); ++i) sums_[i + 1] = sums_[i] + costs.layers[i];
   }
   double Of(size_t stage, size_t first, size_t end) const {
@@ -28,8 +29,8 @@ class StageCosts {
   std::vector<double> sums_;
 };
 
-// Cuts [0, layers) so that the stages' scores, joined by `join`, are least. Returns the end of each stage. Of equal cuts the one with
-// the earlier ends is taken.
+// Cuts [0, layers) so that the stages' scores, joined by `join`, are least. Returns the end of each stage. Of equal
+// cuts the one with the earlier ends is taken.
 template <typename Score, typename Join>
 std::vector<size_t> BestCut(size_t layers, size_t stages, Score score, Join join, double& best_score) {
   // best[s][e]: least score of stages 0..s over layers [0, e).
@@ -87,14 +88,16 @@ SplitCosts CostsOf(const ModelConfig& config) {
 
 absl::StatusOr<std::vector<PartRange>> SplitLayers(const SplitCosts& costs, int32_t stages) {
   if (stages < 1 || static_cast<size_t>(stages) > costs.layers.size()) {
-    return absl::InvalidArgumentError(absl::StrCat("pipeline.stages is ", stages, ", the model has ", costs.layers.size(),
+    return absl::InvalidArgumentError(absl::StrCat("pipeline.stages is ", stages, ", the model has ",
+                                                   costs.layers.size(),
                                                    " decoder layers; each stage needs at least one"));
   }
   const size_t num_stages = static_cast<size_t>(stages);
   const StageCosts stage_costs(costs, num_stages);
   double least_maximum = 0;
   BestCut(
-      costs.layers.size(), num_stages, [&](size_t s, size_t first, size_t end) { return stage_costs.Of(s, first, end); },
+      costs.layers.size(), num_stages,
+      [&](size_t s, size_t first, size_t end) { return stage_costs.Of(s, first, end); },
       [](double a, double b) { return std::max(a, b); }, least_maximum);
   // Many cuts share the least maximum; squares prefer the even ones.
   double ignored = 0;
@@ -107,23 +110,26 @@ absl::StatusOr<std::vector<PartRange>> SplitLayers(const SplitCosts& costs, int3
       [](double a, double b) { return a + b; }, ignored));
 }
 
-absl::StatusOr<std::vector<PartRange>> SplitLayersAs(const std::vector<uint32_t>& layers_per_stage, int64_t num_layers, int32_t stages) {
+absl::StatusOr<std::vector<PartRange>> SplitLayersAs(const std::vector<uint32_t>& layers_per_stage, int64_t num_layers,
+                                                     int32_t stages) {
   if (stages < 1 || layers_per_stage.size() != static_cast<size_t>(stages)) {
     return absl::InvalidArgumentError(absl::StrCat("pipeline.layers_per_stage has ", layers_per_stage.size(),
-                                                   " entries, pipeline.stages is ", stages, "; give one entry a stage"));
+                                                   " entries, pipeline.stages is ", stages,
+                                                   "; give one entry a stage"));
   }
   std::vector<size_t> ends;
   size_t sum = 0;
   for (size_t stage = 0; stage < layers_per_stage.size(); ++stage) {
     if (layers_per_stage[stage] == 0) {
-      return absl::InvalidArgumentError(absl::StrCat("pipeline.layers_per_stage[", stage, "] is 0; each stage needs at least 1 layer"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("pipeline.layers_per_stage[", stage, "] is 0; each stage needs at least 1 layer"));
     }
     sum += layers_per_stage[stage];
     ends.push_back(sum);
   }
   if (static_cast<int64_t>(sum) != num_layers) {
-    return absl::InvalidArgumentError(absl::StrCat("pipeline.layers_per_stage ", absl::StrJoin(layers_per_stage, " + "), " adds up to ",
-                                                   sum, " layers, the model has ", num_layers));
+    return absl::InvalidArgumentError(absl::StrCat("pipeline.layers_per_stage ", absl::StrJoin(layers_per_stage, " + "),
+                                                   " adds up to ", sum, " layers, the model has ", num_layers));
   }
   return RangesOf(ends);
 }

@@ -1,5 +1,5 @@
-// Two proofs: the lists are complete and in order on every worker (a look at each list alone), and no wait is for ever (a run of all
-// lists together, where a send and its receive happen at the same moment or not at all).
+// Two proofs: the lists are complete and in order on every worker (a look at each list alone), and no wait is for ever
+// (a run of all lists together, where a send and its receive happen at the same moment or not at all).
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -23,10 +23,14 @@ std::string ChunkName(int32_t chunk) { return chunk == kVisionChunk ? "the tower
 
 struct Shape {
   explicit Shape(const ScheduleOptions& o)
-      : options(o), own_tower(o.has_vision && !o.vision_in_first_stage), inner_tower(o.has_vision && o.vision_in_first_stage) {}
+      : options(o),
+        own_tower(o.has_vision && !o.vision_in_first_stage),
+        inner_tower(o.has_vision && o.vision_in_first_stage) {}
 
   size_t num_workers() const { return static_cast<size_t>(options.stages) + (own_tower ? 1 : 0); }
-  size_t WorkerOf(int32_t chunk) const { return chunk == kVisionChunk ? 0 : static_cast<size_t>(chunk) + (own_tower ? 1 : 0); }
+  size_t WorkerOf(int32_t chunk) const {
+    return chunk == kVisionChunk ? 0 : static_cast<size_t>(chunk) + (own_tower ? 1 : 0);
+  }
   std::vector<int32_t> ChunksOf(size_t worker) const {
     const int32_t chunk = static_cast<int32_t>(worker) - (own_tower ? 1 : 0);
     return inner_tower && worker == 0 ? std::vector<int32_t>{kVisionChunk, 0} : std::vector<int32_t>{chunk};
@@ -112,7 +116,8 @@ absl::Status CheckWorker(const Shape& shape, size_t worker, const WorkerActions&
       for (size_t i = 0; i < types.size(); ++i) {
         MOONPIPE_ASSIGN_OR_RETURN(const size_t place, Take(worker, {chunk, types[i], m}, places, left));
         // A gradient may come in before the activation has gone out; both only need the forward.
-        if (i == num_forward) before = types[i] == Type::kBackward ? std::optional<size_t>(forward_place) : std::nullopt;
+        if (i == num_forward)
+          before = types[i] == Type::kBackward ? std::optional<size_t>(forward_place) : std::nullopt;
         if (before.has_value()) MOONPIPE_RETURN_IF_ERROR(InOrder(worker, list, *before, place));
         if (types[i] == Type::kForward) forward_place = place;
         if (types[i] == Type::kBackward) {
@@ -144,8 +149,8 @@ absl::Status CheckWorker(const Shape& shape, size_t worker, const WorkerActions&
   if (shape.tied() && (stage == 0 || stage == shape.options.stages - 1)) {
     MOONPIPE_ASSIGN_OR_RETURN(const size_t place, Take(worker, {stage, Type::kReduceTied, -1}, places, left));
     if (place < last_work) {
-      return Wrong(worker, absl::StrCat(list.actions[place].ToString(), " stands before ", list.actions[last_work].ToString(),
-                                        "; gradients are complete only behind it"));
+      return Wrong(worker, absl::StrCat(list.actions[place].ToString(), " stands before ",
+                                        list.actions[last_work].ToString(), "; gradients are complete only behind it"));
     }
   }
   MOONPIPE_ASSIGN_OR_RETURN(const size_t report, Take(worker, {stage, Type::kReport, -1}, places, left));
@@ -156,8 +161,8 @@ absl::Status CheckWorker(const Shape& shape, size_t worker, const WorkerActions&
                                       shape.options.stages, " with ", shape.options.microbatches, " microbatches"));
   }
   if (report + 1 != list.actions.size()) {
-    return Wrong(worker, absl::StrCat(list.actions[report].ToString(), " stands before ", list.actions.back().ToString(),
-                                      "; the report is the last action"));
+    return Wrong(worker, absl::StrCat(list.actions[report].ToString(), " stands before ",
+                                      list.actions.back().ToString(), "; the report is the last action"));
   }
   return absl::OkStatus();
 }
@@ -166,18 +171,28 @@ absl::Status CheckWorker(const Shape& shape, size_t worker, const WorkerActions&
 std::optional<Action> PartnerOf(const Action& action, int32_t stages) {
   const int32_t c = action.chunk;
   switch (action.type) {
-    case Type::kSendActivation: return Action{c + 1, Type::kReceiveActivation, action.microbatch};
-    case Type::kReceiveActivation: return Action{c - 1, Type::kSendActivation, action.microbatch};
-    case Type::kSendGradient: return Action{c - 1, Type::kReceiveGradient, action.microbatch};
-    case Type::kReceiveGradient: return Action{c + 1, Type::kSendGradient, action.microbatch};
-    case Type::kSendFeatures: return Action{0, Type::kReceiveFeatures, action.microbatch};
-    case Type::kReceiveFeatures: return Action{kVisionChunk, Type::kSendFeatures, action.microbatch};
-    case Type::kSendFeatureGradient: return Action{kVisionChunk, Type::kReceiveFeatureGradient, action.microbatch};
-    case Type::kReceiveFeatureGradient: return Action{0, Type::kSendFeatureGradient, action.microbatch};
-    case Type::kReduceTied: return Action{c == 0 ? stages - 1 : 0, Type::kReduceTied, -1};
+    case Type::kSendActivation:
+      return Action{c + 1, Type::kReceiveActivation, action.microbatch};
+    case Type::kReceiveActivation:
+      return Action{c - 1, Type::kSendActivation, action.microbatch};
+    case Type::kSendGradient:
+      return Action{c - 1, Type::kReceiveGradient, action.microbatch};
+    case Type::kReceiveGradient:
+      return Action{c + 1, Type::kSendGradient, action.microbatch};
+    case Type::kSendFeatures:
+      return Action{0, Type::kReceiveFeatures, action.microbatch};
+    case Type::kReceiveFeatures:
+      return Action{kVisionChunk, Type::kSendFeatures, action.microbatch};
+    case Type::kSendFeatureGradient:
+      return Action{kVisionChunk, Type::kReceiveFeatureGradient, action.microbatch};
+    case Type::kReceiveFeatureGradient:
+      return Action{0, Type::kSendFeatureGradient, action.microbatch};
+    case Type::kReduceTied:
+      return Action{c == 0 ? stages - 1 : 0, Type::kReduceTied, -1};
     case Type::kForward:
     case Type::kBackward:
-    case Type::kReport: return std::nullopt;
+    case Type::kReport:
+      return std::nullopt;
   }
   return std::nullopt;
 }
@@ -185,7 +200,8 @@ std::optional<Action> PartnerOf(const Action& action, int32_t stages) {
 // Both ends of an edge must see its messages in one order.
 absl::Status CheckEdgeOrder(const Shape& shape, const Schedule& schedule, size_t worker) {
   std::map<std::pair<int32_t, Type>, std::vector<int32_t>> sent;
-  for (const Action& action : schedule.workers[worker].actions) sent[{action.chunk, action.type}].push_back(action.microbatch);
+  for (const Action& action : schedule.workers[worker].actions)
+    sent[{action.chunk, action.type}].push_back(action.microbatch);
   for (const auto& [key, microbatches] : sent) {
     const Action first{key.first, key.second, microbatches[0]};
     const auto partner = PartnerOf(first, shape.options.stages);
@@ -211,7 +227,8 @@ absl::Status CheckNoDeadlock(const Shape& shape, const Schedule& schedule) {
     const auto& actions = schedule.workers[worker].actions;
     return at[worker] < actions.size() ? &actions[at[worker]] : nullptr;
   };
-  // Whatever can happen next can only be delayed, never prevented, by doing something else first: any order finds a deadlock.
+  // Whatever can happen next can only be delayed, never prevented, by doing something else first: any order finds a
+  // deadlock.
   bool moved = true;
   while (moved) {
     moved = false;
@@ -231,7 +248,8 @@ absl::Status CheckNoDeadlock(const Shape& shape, const Schedule& schedule) {
   }
   std::vector<std::string> stuck;
   for (size_t worker = 0; worker < at.size(); ++worker) {
-    if (const Action* action = current(worker)) stuck.push_back(absl::StrCat("worker ", worker, " at ", action->ToString()));
+    if (const Action* action = current(worker))
+      stuck.push_back(absl::StrCat("worker ", worker, " at ", action->ToString()));
   }
   if (stuck.empty()) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("deadlock: ", absl::StrJoin(stuck, ", "), " wait for one another"));
@@ -241,9 +259,11 @@ absl::Status CheckNoDeadlock(const Shape& shape, const Schedule& schedule) {
 
 absl::Status ValidateSchedule(const Schedule& schedule) {
   const Shape shape(schedule.options);
-  if (schedule.options.stages < 1 || schedule.options.microbatches < 1 || schedule.workers.size() != shape.num_workers()) {
-    return absl::InvalidArgumentError(absl::StrCat("the schedule has ", schedule.workers.size(), " workers, ", schedule.options.stages,
-                                                   " stages", shape.own_tower ? " and a tower" : "", " need ", shape.num_workers()));
+  if (schedule.options.stages < 1 || schedule.options.microbatches < 1 ||
+      schedule.workers.size() != shape.num_workers()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the schedule has ", schedule.workers.size(), " workers, ", schedule.options.stages, " stages",
+                     shape.own_tower ? " and a tower" : "", " need ", shape.num_workers()));
   }
   for (size_t worker = 0; worker < schedule.workers.size(); ++worker) {
     MOONPIPE_RETURN_IF_ERROR(CheckWorker(shape, worker, schedule.workers[worker]));

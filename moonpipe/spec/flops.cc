@@ -58,7 +58,8 @@ int64_t ProjectorWeights(const ModelConfig& config) {
   return merged * (merged + config.text.hidden_size);
 }
 
-StepFlops CountTrainingFlops(const ModelConfig& config, const data::v1::StepManifest& manifest, const FrozenParts& frozen) {
+StepFlops CountTrainingFlops(const ModelConfig& config, const data::v1::StepManifest& manifest,
+                             const FrozenParts& frozen) {
   StepFlops flops;
   for (const data::v1::MicrobatchManifest& microbatch : manifest.microbatches()) {
     const StepFlops forward = ForwardFlops(config, microbatch);

@@ -29,9 +29,11 @@ int64_t LayerValues(const TextConfig& text, int64_t layer) {
 
 // Values that the backward of the tower and the projector needs, per patch.
 int64_t PatchValues(const VisionConfig& vision) {
-  // Per block: two residual inputs, two normed copies, q, k, v, attention output, and twice the inner width around the activation.
+  // Per block: two residual inputs, two normed copies, q, k, v, attention output, and twice the inner width around the
+  // activation.
   const int64_t block = 8 * vision.hidden_size + 2 * vision.intermediate_size + vision.num_attention_heads;
-  // The merged row is shared by merge_height * merge_width patches, so its width per patch is hidden_size: normed input, inner, activated.
+  // The merged row is shared by merge_height * merge_width patches, so its width per patch is hidden_size: normed
+  // input, inner, activated.
   return vision.patch_values() + vision.num_hidden_layers * block + 4 * vision.hidden_size;
 }
 
@@ -59,7 +61,8 @@ MemoryEstimate EstimateMemory(const ModelConfig& config, const PartRange& range,
   }
   estimate.activations_bytes = kFloatBytes * options.microbatch_tokens * values * options.live_microbatches;
   // Logits live from the head's forward to its backward only; their probabilities become the gradient.
-  if (range.has_head) estimate.activations_bytes += 2 * kFloatBytes * options.microbatch_tokens * config.text.vocab_size;
+  if (range.has_head)
+    estimate.activations_bytes += 2 * kFloatBytes * options.microbatch_tokens * config.text.vocab_size;
   return estimate;
 }
 

@@ -40,9 +40,10 @@ struct TypeInfo {
   uint64_t bytes;
 };
 constexpr TypeInfo kTypes[] = {
-    {StoredType::kF32, "F32", 4}, {StoredType::kBF16, "BF16", 2}, {StoredType::kF16, "F16", 2},   {StoredType::kF64, "F64", 8},
-    {StoredType::kI64, "I64", 8}, {StoredType::kI32, "I32", 4},   {StoredType::kU8, "U8", 1},     {StoredType::kI8, "I8", 1},
-    {StoredType::kBool, "BOOL", 1}, {StoredType::kF8E4M3, "F8_E4M3", 1},
+    {StoredType::kF32, "F32", 4},        {StoredType::kBF16, "BF16", 2}, {StoredType::kF16, "F16", 2},
+    {StoredType::kF64, "F64", 8},        {StoredType::kI64, "I64", 8},   {StoredType::kI32, "I32", 4},
+    {StoredType::kU8, "U8", 1},          {StoredType::kI8, "I8", 1},     {StoredType::kBool, "BOOL", 1},
+    {StoredType::kF8E4M3, "F8_E4M3", 1},
 };
 
 const TypeInfo& InfoOf(StoredType type) {
@@ -132,8 +133,9 @@ absl::StatusOr<PlacedTensor> ReadEntry(const std::string& name, const json& entr
   const std::string type_name = entry["dtype"].get<std::string>();
   const std::optional<StoredType> type = TypeOf(type_name);
   if (!type.has_value()) {
-    return wrong("dtype ", type_name, " is not supported; known are ",
-                 absl::StrJoin(kTypes, ", ", [](std::string* out, const TypeInfo& info) { absl::StrAppend(out, info.name); }));
+    return wrong(
+        "dtype ", type_name, " is not supported; known are ",
+        absl::StrJoin(kTypes, ", ", [](std::string* out, const TypeInfo& info) { absl::StrAppend(out, info.name); }));
   }
   placed.tensor.type = *type;
   auto shape = ReadIntegers(entry["shape"]);
@@ -148,7 +150,8 @@ absl::StatusOr<PlacedTensor> ReadEntry(const std::string& name, const json& entr
   const auto bytes = CheckedBytes(placed.tensor.shape, StoredTypeBytes(*type));
   if (!bytes.has_value()) return wrong("shape ", entry["shape"].dump(), " overflows 64 bits");
   if (*bytes != placed.end - placed.begin) {
-    return wrong(placed.tensor.ToString(), " needs ", *bytes, " bytes, its data_offsets hold ", placed.end - placed.begin);
+    return wrong(placed.tensor.ToString(), " needs ", *bytes, " bytes, its data_offsets hold ",
+                 placed.end - placed.begin);
   }
   return placed;
 }
@@ -185,7 +188,9 @@ uint64_t StoredTensor::num_elements() const {
   return count;
 }
 
-std::string StoredTensor::ToString() const { return absl::StrCat(StoredTypeName(type), "[", absl::StrJoin(shape, ", "), "]"); }
+std::string StoredTensor::ToString() const {
+  return absl::StrCat(StoredTypeName(type), "[", absl::StrJoin(shape, ", "), "]");
+}
 
 absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -219,7 +224,8 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
   }
   if (header_bytes > file.file_bytes_ - kLengthBytes) {
     return absl::InvalidArgumentError(absl::StrCat(path, ": header of ", header_bytes, " bytes in a file that has ",
-                                                   file.file_bytes_ - kLengthBytes, " after the length; the file is cut off"));
+                                                   file.file_bytes_ - kLengthBytes,
+                                                   " after the length; the file is cut off"));
   }
   const absl::Status parsed =
       file.ParseHeader(absl::string_view(bytes + kLengthBytes, static_cast<size_t>(header_bytes)),
@@ -236,7 +242,8 @@ absl::Status SafetensorsFile::ParseHeader(absl::string_view header, const char* 
     if (name == kMetadataKey) {
       if (!entry.is_object()) return absl::InvalidArgumentError("__metadata__ is not a JSON object");
       for (const auto& [key, value] : entry.items()) {
-        if (!value.is_string()) return absl::InvalidArgumentError(absl::StrCat("__metadata__.", key, " is not a string"));
+        if (!value.is_string())
+          return absl::InvalidArgumentError(absl::StrCat("__metadata__.", key, " is not a string"));
         metadata_[key] = value.get<std::string>();
       }
       continue;
@@ -250,13 +257,14 @@ absl::Status SafetensorsFile::ParseHeader(absl::string_view header, const char* 
   uint64_t covered = 0;
   for (PlacedTensor& entry : placed) {
     if (entry.begin != covered) {
-      return absl::InvalidArgumentError(absl::StrCat("tensor ", entry.tensor.name, ": data begins at byte ", entry.begin,
-                                                     ", the tensor before ends at ", covered,
+      return absl::InvalidArgumentError(absl::StrCat("tensor ", entry.tensor.name, ": data begins at byte ",
+                                                     entry.begin, ", the tensor before ends at ", covered,
                                                      entry.begin > covered ? "; there is a hole" : "; they overlap"));
     }
     if (entry.end > data_bytes) {
       return absl::InvalidArgumentError(absl::StrCat("tensor ", entry.tensor.name, ": data ends at byte ", entry.end,
-                                                     ", the file has ", data_bytes, " bytes of data; the file is cut off"));
+                                                     ", the file has ", data_bytes,
+                                                     " bytes of data; the file is cut off"));
     }
     covered = entry.end;
     entry.tensor.data = data + entry.begin;
@@ -266,13 +274,15 @@ absl::Status SafetensorsFile::ParseHeader(absl::string_view header, const char* 
     return absl::InvalidArgumentError(
         absl::StrCat("the file has ", data_bytes, " bytes of data, its tensors cover ", covered));
   }
-  std::sort(tensors_.begin(), tensors_.end(), [](const StoredTensor& a, const StoredTensor& b) { return a.name < b.name; });
+  std::sort(tensors_.begin(), tensors_.end(),
+            [](const StoredTensor& a, const StoredTensor& b) { return a.name < b.name; });
   return absl::OkStatus();
 }
 
 absl::StatusOr<const StoredTensor*> SafetensorsFile::Find(absl::string_view name) const {
-  const auto found = std::lower_bound(tensors_.begin(), tensors_.end(), name,
-                                      [](const StoredTensor& tensor, absl::string_view key) { return tensor.name < key; });
+  const auto found =
+      std::lower_bound(tensors_.begin(), tensors_.end(), name,
+                       [](const StoredTensor& tensor, absl::string_view key) { return tensor.name < key; });
   if (found != tensors_.end() && found->name == name) return &*found;
   std::vector<std::string> names;
   for (const StoredTensor& tensor : tensors_) names.push_back(tensor.name);
@@ -310,7 +320,8 @@ absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::ve
       return absl::InvalidArgumentError(absl::StrCat(path, ": tensor ", tensor->name, " has no data"));
     }
   }
-  // A plain object would be searched linearly for every insertion; the names are known to be unique, so they are appended.
+  // A plain object would be searched linearly for every insertion; the names are known to be unique, so they are
+  // appended.
   auto& entries = header.get_ref<nlohmann::ordered_json::object_t&>();
   for (const StoredTensor* tensor : order) {
     const uint64_t end = offset + tensor->num_bytes();
@@ -329,8 +340,8 @@ absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::ve
   }
   text.resize((text.size() + 7) / 8 * 8, ' ');
   if (text.size() > kMaxHeaderBytes) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, ": header of ", text.size(), " bytes, at most ", kMaxHeaderBytes, " are allowed; write more shards"));
+    return absl::InvalidArgumentError(absl::StrCat(path, ": header of ", text.size(), " bytes, at most ",
+                                                   kMaxHeaderBytes, " are allowed; write more shards"));
   }
 
   const std::string temporary = absl::StrCat(path, ".tmp.", ::getpid());
@@ -345,7 +356,8 @@ absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::ve
   }
   if (status.ok() && ::fsync(fd) != 0) status = SystemError("cannot sync", temporary);
   if (::close(fd) != 0 && status.ok()) status = SystemError("cannot close", temporary);
-  if (status.ok() && std::rename(temporary.c_str(), path.c_str()) != 0) status = SystemError("cannot rename into place", path);
+  if (status.ok() && std::rename(temporary.c_str(), path.c_str()) != 0)
+    status = SystemError("cannot rename into place", path);
   if (!status.ok()) {
     ::unlink(temporary.c_str());
     return status;
@@ -370,8 +382,8 @@ absl::StatusOr<ModelFolder> ModelFolder::Open(const std::string& folder) {
     for (const auto& [name, file] : (*parsed)["weight_map"].items()) {
       const std::string file_name = file.is_string() ? file.get<std::string>() : "";
       if (file_name.empty() || file_name.find('/') != std::string::npos || file_name == "..") {
-        return absl::InvalidArgumentError(
-            absl::StrCat(index_path, ": tensor ", name, " lies in ", file.dump(), ", which is not the name of a file in the folder"));
+        return absl::InvalidArgumentError(absl::StrCat(index_path, ": tensor ", name, " lies in ", file.dump(),
+                                                       ", which is not the name of a file in the folder"));
       }
       weight_map[name] = file_name;
       file_names.insert(file_name);
@@ -381,7 +393,8 @@ absl::StatusOr<ModelFolder> ModelFolder::Open(const std::string& folder) {
   } else if (std::error_code ignored; std::filesystem::exists(absl::StrCat(folder, "/model.safetensors"), ignored)) {
     file_names.insert("model.safetensors");
   } else {
-    return absl::NotFoundError(absl::StrCat(folder, ": has neither model.safetensors.index.json nor model.safetensors"));
+    return absl::NotFoundError(
+        absl::StrCat(folder, ": has neither model.safetensors.index.json nor model.safetensors"));
   }
 
   std::vector<std::string> not_in_index;

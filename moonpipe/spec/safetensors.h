@@ -1,11 +1,11 @@
-// The safetensors file format, read through a memory map and written as a stream. No LibTorch: tensors are a name, a dtype, a shape
-// and bytes (little-endian, row-major), so that planner, loader, exporter and tests share one reader.
+// The safetensors file format, read through a memory map and written as a stream. No LibTorch: tensors are a name, a
+// dtype, a shape and bytes (little-endian, row-major), so that planner, loader, exporter and tests share one reader.
 //
 //   MOONPIPE_ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::Open("model.safetensors"));
 //   MOONPIPE_ASSIGN_OR_RETURN(const StoredTensor* weight, file.Find("lm_head.weight"));
 //
-// A file is: u64 header length, JSON header, data. The header maps each name to {"dtype", "shape", "data_offsets": [begin, end]};
-// the offsets are relative to the data, which they must cover without holes or overlaps.
+// A file is: u64 header length, JSON header, data. The header maps each name to {"dtype", "shape", "data_offsets":
+// [begin, end]}; the offsets are relative to the data, which they must cover without holes or overlaps.
 #pragma once
 
 #include <cstdint>
@@ -39,11 +39,12 @@ struct StoredTensor {
   std::string ToString() const;
 };
 
-// A mapped file. The pointers of its tensors live as long as it does; moving it keeps them valid. Safe to read from many threads.
+// A mapped file. The pointers of its tensors live as long as it does; moving it keeps them valid. Safe to read from
+// many threads.
 class SafetensorsFile {
  public:
-  // Maps the file and checks its whole header; bytes of tensors are not touched. NOT_FOUND if there is none; INVALID_ARGUMENT for a
-  // damaged or cut file, with the path, the tensor and both numbers.
+  // Maps the file and checks its whole header; bytes of tensors are not touched. NOT_FOUND if there is none;
+  // INVALID_ARGUMENT for a damaged or cut file, with the path, the tensor and both numbers.
   static absl::StatusOr<SafetensorsFile> Open(const std::string& path);
 
   SafetensorsFile(SafetensorsFile&& other) noexcept = default;
@@ -69,18 +70,21 @@ class SafetensorsFile {
   std::map<std::string, std::string> metadata_;
 };
 
-// Writes the tensors beside `path`, syncs, and renames into place. The given order is kept among tensors of one element size; wider
-// elements come first, so that every tensor is aligned in a mapped file. Metadata is {"format": "pt"} and `metadata`. Returns the
-// size of the file. INVALID_ARGUMENT for a name given twice, an empty name or a negative dimension; INTERNAL with the system's reason
-// (the old file, if any, is then still there). The caller syncs the folder.
+// Writes the tensors beside `path`, syncs, and renames into place. The given order is kept among tensors of one element
+// size; wider elements come first, so that every tensor is aligned in a mapped file. Metadata is {"format": "pt"} and
+// `metadata`. Returns the size of the file. INVALID_ARGUMENT for a name given twice, an empty name or a negative
+// dimension; INTERNAL with the system's reason (the old file, if any, is then still there). The caller syncs the
+// folder.
 absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::vector<StoredTensor>& tensors,
                                           const std::map<std::string, std::string>& metadata = {});
 
-// All weight files of a Hugging Face model folder: the shards that model.safetensors.index.json names, or model.safetensors.
+// All weight files of a Hugging Face model folder: the shards that model.safetensors.index.json names, or
+// model.safetensors.
 class ModelFolder {
  public:
-  // Opens every shard. NOT_FOUND when the folder has neither; INVALID_ARGUMENT when the index and its shards name different tensors
-  // (lists the first few of each side), when a shard's name leaves the folder, or when a shard is damaged.
+  // Opens every shard. NOT_FOUND when the folder has neither; INVALID_ARGUMENT when the index and its shards name
+  // different tensors (lists the first few of each side), when a shard's name leaves the folder, or when a shard is
+  // damaged.
   static absl::StatusOr<ModelFolder> Open(const std::string& folder);
 
   // Sorted by name.

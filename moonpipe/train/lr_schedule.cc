@@ -29,7 +29,8 @@ double LearningRateFactor(const Schedule& schedule, uint64_t total_steps, uint64
 
   // Both shapes are a fall over the steps [begin, total_steps).
   uint64_t begin = std::min(warmup, total_steps);
-  if (kind == Schedule::KIND_WSD) begin = std::max(begin, total_steps - std::min(total_steps, DecayOf(schedule, total_steps)));
+  if (kind == Schedule::KIND_WSD)
+    begin = std::max(begin, total_steps - std::min(total_steps, DecayOf(schedule, total_steps)));
   if (step < begin) return 1;
   const double floor = FloorOf(schedule);
   if (step >= total_steps) return begin == total_steps && kind == Schedule::KIND_WSD ? 1 : floor;
@@ -41,15 +42,19 @@ double LearningRateFactor(const Schedule& schedule, uint64_t total_steps, uint64
 absl::Status CheckLearningRateSchedule(const Schedule& schedule, uint64_t total_steps) {
   const double floor = FloorOf(schedule);
   if (!(floor >= 0 && floor <= 1)) {
-    return absl::InvalidArgumentError(absl::StrCat("optimizer.schedule.min_ratio is ", floor, ", it must lie between 0 and 1"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("optimizer.schedule.min_ratio is ", floor, ", it must lie between 0 and 1"));
   }
   if (schedule.warmup_steps() > total_steps) {
     return absl::InvalidArgumentError(absl::StrCat("optimizer.schedule.warmup_steps is ", schedule.warmup_steps(),
-                                                   ", train.steps is ", total_steps, "; the peak would never be reached"));
+                                                   ", train.steps is ", total_steps,
+                                                   "; the peak would never be reached"));
   }
-  if (KindOf(schedule) == Schedule::KIND_WSD && DecayOf(schedule, total_steps) > total_steps - schedule.warmup_steps()) {
-    return absl::InvalidArgumentError(absl::StrCat("optimizer.schedule: warmup_steps ", schedule.warmup_steps(), " and decay_steps ",
-                                                   DecayOf(schedule, total_steps), " together exceed train.steps ", total_steps));
+  if (KindOf(schedule) == Schedule::KIND_WSD &&
+      DecayOf(schedule, total_steps) > total_steps - schedule.warmup_steps()) {
+    return absl::InvalidArgumentError(absl::StrCat("optimizer.schedule: warmup_steps ", schedule.warmup_steps(),
+                                                   " and decay_steps ", DecayOf(schedule, total_steps),
+                                                   " together exceed train.steps ", total_steps));
   }
   return absl::OkStatus();
 }

@@ -40,7 +40,8 @@ absl::Status FileError(absl::string_view action, const std::string& path, const 
 }
 
 bool AllDigits(absl::string_view text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return absl::ascii_isdigit(static_cast<unsigned char>(c)); });
+  return !text.empty() && std::all_of(text.begin(), text.end(),
+                                      [](char c) { return absl::ascii_isdigit(static_cast<unsigned char>(c)); });
 }
 
 // The step that a folder's name tells; nothing if it is not the name of a checkpoint.
@@ -52,7 +53,8 @@ std::optional<uint64_t> StepOf(absl::string_view name) {
 }
 
 bool IsPlainName(absl::string_view name) {
-  return !name.empty() && name != "." && name != ".." && !absl::StrContains(name, '/') && !absl::StrContains(name, '\0');
+  return !name.empty() && name != "." && name != ".." && !absl::StrContains(name, '/') &&
+         !absl::StrContains(name, '\0');
 }
 
 absl::StatusOr<uint64_t> SizeOf(const std::string& path) {
@@ -87,7 +89,8 @@ absl::StatusOr<std::string> MergeIndex(const std::vector<worker::v1::ShardFile>&
     for (const std::string& tensor : shard.tensors()) {
       const auto [entry, is_new] = weight_map.emplace(tensor, shard.name());
       if (!is_new) {
-        return absl::InvalidArgumentError(absl::StrCat("tensor ", tensor, " lies in ", entry->second, " and in ", shard.name()));
+        return absl::InvalidArgumentError(
+            absl::StrCat("tensor ", tensor, " lies in ", entry->second, " and in ", shard.name()));
       }
     }
     if (!shard.tensors().empty()) total += shard.tensor_bytes();
@@ -110,11 +113,12 @@ class FolderContents {
     const auto size = SizeOf(absl::StrCat(folder_, "/", shard.name()));
     if (!size.ok()) return absl::FailedPreconditionError(absl::StrCat("shard ", size.status().message()));
     if (*size != shard.size_bytes()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("shard ", folder_, "/", shard.name(), " has ", *size, " bytes, its worker wrote ", shard.size_bytes()));
+      return absl::FailedPreconditionError(absl::StrCat("shard ", folder_, "/", shard.name(), " has ", *size,
+                                                        " bytes, its worker wrote ", shard.size_bytes()));
     }
     if (shard.sha256().size() != 64) {
-      return absl::InvalidArgumentError(absl::StrCat("shard ", shard.name(), " has the SHA-256 \"", shard.sha256(), "\""));
+      return absl::InvalidArgumentError(
+          absl::StrCat("shard ", shard.name(), " has the SHA-256 \"", shard.sha256(), "\""));
     }
     files_.push_back({shard.name(), shard.size_bytes(), shard.sha256()});
     return absl::OkStatus();
@@ -132,7 +136,8 @@ class FolderContents {
     std::error_code error;
     for (const fs::directory_entry& entry : fs::directory_iterator(folder_, error)) {
       if (names_.count(entry.path().filename().string()) == 0) {
-        return absl::FailedPreconditionError(absl::StrCat(entry.path().string(), " belongs to no shard of the checkpoint"));
+        return absl::FailedPreconditionError(
+            absl::StrCat(entry.path().string(), " belongs to no shard of the checkpoint"));
       }
     }
     if (error) return FileError("list", folder_, error);
@@ -141,7 +146,8 @@ class FolderContents {
 
   std::vector<CheckpointFile> Sorted() const {
     std::vector<CheckpointFile> files = files_;
-    std::sort(files.begin(), files.end(), [](const CheckpointFile& a, const CheckpointFile& b) { return a.name < b.name; });
+    std::sort(files.begin(), files.end(),
+              [](const CheckpointFile& a, const CheckpointFile& b) { return a.name < b.name; });
     return files;
   }
 
@@ -150,7 +156,8 @@ class FolderContents {
     if (!IsPlainName(name) || name == kCheckpointManifestName) {
       return absl::InvalidArgumentError(absl::StrCat("\"", name, "\" cannot be the name of a file of a checkpoint"));
     }
-    if (!names_.insert(name).second) return absl::InvalidArgumentError(absl::StrCat("two files of the checkpoint are named ", name));
+    if (!names_.insert(name).second)
+      return absl::InvalidArgumentError(absl::StrCat("two files of the checkpoint are named ", name));
     return absl::OkStatus();
   }
 
@@ -159,7 +166,8 @@ class FolderContents {
   std::vector<CheckpointFile> files_;
 };
 
-// Puts `from` where `to` is. If something is there, both change places at once, so that at every moment a whole folder bears the name.
+// Puts `from` where `to` is. If something is there, both change places at once, so that at every moment a whole folder
+// bears the name.
 absl::Status MoveIntoPlace(const std::string& from, const std::string& to) {
   std::error_code ignored;
   const bool occupied = fs::exists(to, ignored);
@@ -180,23 +188,28 @@ absl::StatusOr<CheckpointInfo> ReadCheckpoint(const std::string& path, Verify ve
   if (!fs::is_directory(path, ignored)) return absl::NotFoundError(absl::StrCat("there is no folder ", path));
   const std::string manifest_path = absl::StrCat(path, "/", kCheckpointManifestName);
   const auto bytes = ReadFile(manifest_path);
-  if (!bytes.ok()) return absl::FailedPreconditionError(absl::StrCat(path, " has no readable ", kCheckpointManifestName));
+  if (!bytes.ok())
+    return absl::FailedPreconditionError(absl::StrCat(path, " has no readable ", kCheckpointManifestName));
   auto manifest = ParseCheckpointManifest(*bytes);
-  if (!manifest.ok()) return absl::FailedPreconditionError(absl::StrCat(manifest_path, ": ", manifest.status().message()));
+  if (!manifest.ok())
+    return absl::FailedPreconditionError(absl::StrCat(manifest_path, ": ", manifest.status().message()));
   for (const CheckpointFile& file : manifest->files) {
     if (!IsPlainName(file.name)) {
-      return absl::FailedPreconditionError(absl::StrCat(manifest_path, ": \"", file.name, "\" is no name of a file in the folder"));
+      return absl::FailedPreconditionError(
+          absl::StrCat(manifest_path, ": \"", file.name, "\" is no name of a file in the folder"));
     }
     const std::string file_path = absl::StrCat(path, "/", file.name);
     const auto size = SizeOf(file_path);
     if (!size.ok()) return absl::FailedPreconditionError(size.status().message());
     if (*size != file.size_bytes) {
-      return absl::FailedPreconditionError(absl::StrCat(file_path, " has ", *size, " bytes, the manifest says ", file.size_bytes));
+      return absl::FailedPreconditionError(
+          absl::StrCat(file_path, " has ", *size, " bytes, the manifest says ", file.size_bytes));
     }
     if (verify != Verify::kChecksums) continue;
     MOONPIPE_ASSIGN_OR_RETURN(const std::string sha256, Sha256HexOfFile(file_path));
     if (sha256 != file.sha256) {
-      return absl::FailedPreconditionError(absl::StrCat(file_path, " has the SHA-256 ", sha256, ", the manifest says ", file.sha256));
+      return absl::FailedPreconditionError(
+          absl::StrCat(file_path, " has the SHA-256 ", sha256, ", the manifest says ", file.sha256));
     }
   }
   CheckpointInfo info;
@@ -246,7 +259,8 @@ absl::StatusOr<CheckpointInfo> CheckpointLedger::Finish(uint64_t step, const Che
   const std::string writing = WritingPathOf(step);
   std::error_code ignored;
   if (!fs::is_directory(writing, ignored)) {
-    return absl::FailedPreconditionError(absl::StrCat("no checkpoint of step ", step, " was begun: there is no folder ", writing));
+    return absl::FailedPreconditionError(
+        absl::StrCat("no checkpoint of step ", step, " was begun: there is no folder ", writing));
   }
   FolderContents contents(writing);
   for (const worker::v1::ShardFile& shard : content.shards) MOONPIPE_RETURN_IF_ERROR(contents.AddShard(shard));
@@ -258,7 +272,8 @@ absl::StatusOr<CheckpointInfo> CheckpointLedger::Finish(uint64_t step, const Che
     MOONPIPE_ASSIGN_OR_RETURN(const std::string bytes, ReadFile(path));
     MOONPIPE_RETURN_IF_ERROR(contents.Write(fs::path(path).filename().string(), bytes));
   }
-  // The workers have synced the bytes of their shards; this makes their names durable before the manifest vouches for them.
+  // The workers have synced the bytes of their shards; this makes their names durable before the manifest vouches for
+  // them.
   MOONPIPE_RETURN_IF_ERROR(SyncFolder(writing));
 
   CheckpointManifest manifest = content.manifest;
@@ -280,7 +295,8 @@ absl::StatusOr<CheckpointList> CheckpointLedger::List(Verify verify) const {
     if (!step.has_value()) continue;
     auto info = ReadCheckpoint(entry.path().string(), verify);
     if (info.ok() && info->step != *step) {
-      info = absl::FailedPreconditionError(absl::StrCat(entry.path().string(), " holds the manifest of step ", info->step));
+      info = absl::FailedPreconditionError(
+          absl::StrCat(entry.path().string(), " holds the manifest of step ", info->step));
     }
     if (info.ok()) {
       list.complete.push_back(*std::move(info));
@@ -289,7 +305,8 @@ absl::StatusOr<CheckpointList> CheckpointLedger::List(Verify verify) const {
     }
   }
   if (error) return FileError("list", folder_, error);
-  std::sort(list.complete.begin(), list.complete.end(), [](const CheckpointInfo& a, const CheckpointInfo& b) { return a.step > b.step; });
+  std::sort(list.complete.begin(), list.complete.end(),
+            [](const CheckpointInfo& a, const CheckpointInfo& b) { return a.step > b.step; });
   std::sort(list.incomplete.begin(), list.incomplete.end(),
             [](const IncompleteCheckpoint& a, const IncompleteCheckpoint& b) { return a.path < b.path; });
   return list;
@@ -317,7 +334,8 @@ absl::StatusOr<ResumeChoice> CheckpointLedger::ChooseResume(const std::string& r
         passed_over.push_back(std::string(info.status().message()));
         continue;
       }
-      ResumeChoice choice{*std::move(info), absl::StrCat("step ", candidate.step, " is the newest complete checkpoint")};
+      ResumeChoice choice{*std::move(info),
+                          absl::StrCat("step ", candidate.step, " is the newest complete checkpoint")};
       if (!passed_over.empty()) absl::StrAppend(&choice.reason, "; passed over: ", absl::StrJoin(passed_over, "; "));
       return choice;
     }

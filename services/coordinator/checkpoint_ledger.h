@@ -1,10 +1,11 @@
-// The checkpoints of a run, as folders. A checkpoint is a Hugging Face model folder with optimizer state beside the weights:
+// The checkpoints of a run, as folders. A checkpoint is a Hugging Face model folder with optimizer state beside the
+// weights:
 //
 //   RUN/checkpoints/step-00000012/           exists only whole: it is renamed into place when all of it is on the disk
 //     model-00001-of-00003.safetensors ...     weights, and the workers' other shards, named by the plan
 //     model.safetensors.index.json             merged from the shards' lists
 //     config.json, tokenizer files             untouched
-//     moonpipe.manifest.json                   every other file with size and SHA-256; without it there is no checkpoint
+//     moonpipe.manifest.json                   every other file with size and SHA-256; without it, no checkpoint
 //   RUN/checkpoints/step-00000016.writing/   being written; whatever is left of one at the start is removed
 //
 // No thread and no clock; not safe for use from two threads. Blocks on the disk.
@@ -57,8 +58,8 @@ struct ResumeChoice {
 
 enum class Verify { kSizes, kChecksums };
 
-// Reads one folder as a checkpoint. FAILED_PRECONDITION says why it is none: no manifest, a file missing or of another size (both
-// numbers), with kChecksums also another SHA-256. NOT_FOUND if there is no such folder.
+// Reads one folder as a checkpoint. FAILED_PRECONDITION says why it is none: no manifest, a file missing or of another
+// size (both numbers), with kChecksums also another SHA-256. NOT_FOUND if there is no such folder.
 absl::StatusOr<CheckpointInfo> ReadCheckpoint(const std::string& path, Verify verify);
 
 class CheckpointLedger {
@@ -68,9 +69,9 @@ class CheckpointLedger {
 
   // A fresh, empty folder for the shards of `step`; an earlier try at the same step is removed. Returns its path.
   absl::StatusOr<std::string> Begin(uint64_t step);
-  // Checks that every shard is there with its size and that no tensor lies in two, writes everything else, syncs, and renames the folder
-  // into place; a folder of the same step that was there before is removed only after that. On an error the checkpoint does not exist.
-  // INVALID_ARGUMENT or FAILED_PRECONDITION names the file and both numbers.
+  // Checks that every shard is there with its size and that no tensor lies in two, writes everything else, syncs, and
+  // renames the folder into place; a folder of the same step that was there before is removed only after that. On an
+  // error the checkpoint does not exist. INVALID_ARGUMENT or FAILED_PRECONDITION names the file and both numbers.
   absl::StatusOr<CheckpointInfo> Finish(uint64_t step, const CheckpointContent& content);
   // Gives up a save that was begun.
   absl::Status Abandon(uint64_t step);
@@ -80,8 +81,9 @@ class CheckpointLedger {
   // Removes complete checkpoints but the newest `keep_last`, and never the newest one. Returns the paths that are gone.
   absl::StatusOr<std::vector<std::string>> Retain(uint32_t keep_last);
 
-  // What to begin from: `auto` the newest checkpoint whose checksums hold, or nothing; `never` nothing; a number that step of this run;
-  // anything else the path of a checkpoint. NOT_FOUND or FAILED_PRECONDITION when a named one is not there or not whole.
+  // What to begin from: `auto` the newest checkpoint whose checksums hold, or nothing; `never` nothing; a number that
+  // step of this run; anything else the path of a checkpoint. NOT_FOUND or FAILED_PRECONDITION when a named one is not
+  // there or not whole.
   absl::StatusOr<ResumeChoice> ChooseResume(const std::string& resume) const;
 
   const std::string& folder() const { return folder_; }

@@ -27,7 +27,8 @@ std::string CheckpointManifestToJson(const CheckpointManifest& manifest) {
   text["format"] = kFormat;
   text["step"] = manifest.step;
   text["seed"] = manifest.seed;
-  text["cursor"] = {{"epoch", manifest.cursor.epoch()}, {"window", manifest.cursor.window()}, {"pack", manifest.cursor.pack()}};
+  text["cursor"] = {
+      {"epoch", manifest.cursor.epoch()}, {"window", manifest.cursor.window()}, {"pack", manifest.cursor.pack()}};
   text["compute_threads"] = manifest.compute_threads;
   text["cpu_model"] = manifest.cpu_model;
   text["torch_version"] = manifest.torch_version;
@@ -69,8 +70,8 @@ absl::StatusOr<CheckpointManifest> ParseCheckpointManifest(absl::string_view byt
     const auto parsed = google::protobuf::util::JsonStringToMessage(text.at("spec").dump(), &manifest.spec, options);
     if (!parsed.ok()) return absl::InvalidArgumentError(absl::StrCat("spec: ", parsed.ToString()));
     for (const json& file : text.at("files")) {
-      manifest.files.push_back(
-          {file.at("name").get<std::string>(), file.at("size_bytes").get<uint64_t>(), file.at("sha256").get<std::string>()});
+      manifest.files.push_back({file.at("name").get<std::string>(), file.at("size_bytes").get<uint64_t>(),
+                                file.at("sha256").get<std::string>()});
     }
   } catch (const json::exception& error) {
     return absl::InvalidArgumentError(error.what());

@@ -1,5 +1,5 @@
-// moonpipe.manifest.json: the file that makes a folder a checkpoint. It is written last and names every other file with its size and
-// checksum, and everything that a resume needs besides the weights.
+// moonpipe.manifest.json: the file that makes a folder a checkpoint. It is written last and names every other file with
+// its size and checksum, and everything that a resume needs besides the weights.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,9 @@ struct CheckpointFile {
 };
 
 struct CheckpointManifest {
-  uint64_t step = 0;             // after which it was taken
-  data::v1::DataCursor cursor;   // where the data goes on
-  uint64_t seed = 0;             // of fresh weights, the order of samples and every counter-based draw
+  uint64_t step = 0;            // after which it was taken
+  data::v1::DataCursor cursor;  // where the data goes on
+  uint64_t seed = 0;            // of fresh weights, the order of samples and every counter-based draw
   cluster::v1::TrainingRunSpec spec;
   // What the bits of a run depend on besides its inputs; a resume says when they differ.
   uint32_t compute_threads = 1;

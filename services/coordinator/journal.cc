@@ -59,7 +59,8 @@ std::string LineOf(const JournalEntry& entry) {
   text["grad_norm"] = NumberOrWord(entry.grad_norm);
   text["clip_factor"] = NumberOrWord(entry.clip_factor);
   text["skip_reason"] = entry.skip_reason;
-  text["next_cursor"] = {{"epoch", entry.next_cursor.epoch()}, {"window", entry.next_cursor.window()}, {"pack", entry.next_cursor.pack()}};
+  text["next_cursor"] = {
+      {"epoch", entry.next_cursor.epoch()}, {"window", entry.next_cursor.window()}, {"pack", entry.next_cursor.pack()}};
   const std::string body = text.dump();
   return absl::StrCat(kBeforeCrc, CrcOf(body), kBeforeEntry, body, "}\n");
 }
@@ -67,7 +68,8 @@ std::string LineOf(const JournalEntry& entry) {
 // Nothing for a line (without its newline) that is damaged in any way.
 std::optional<JournalEntry> ParseLine(absl::string_view line) {
   const size_t body_begin = kBeforeCrc.size() + kCrcDigits + kBeforeEntry.size();
-  if (line.size() < body_begin + 1 || !absl::StartsWith(line, kBeforeCrc) || !absl::EndsWith(line, "}")) return std::nullopt;
+  if (line.size() < body_begin + 1 || !absl::StartsWith(line, kBeforeCrc) || !absl::EndsWith(line, "}"))
+    return std::nullopt;
   if (line.substr(kBeforeCrc.size() + kCrcDigits, kBeforeEntry.size()) != kBeforeEntry) return std::nullopt;
   const absl::string_view body = line.substr(body_begin, line.size() - body_begin - 1);
   if (line.substr(kBeforeCrc.size(), kCrcDigits) != CrcOf(body)) return std::nullopt;
@@ -134,7 +136,8 @@ absl::Status Journal::Recover() {
   size_ = begin;
   torn_bytes_ = bytes.size() - begin;
   if (torn_bytes_ == 0) return absl::OkStatus();
-  if (::ftruncate(fd_, static_cast<off_t>(size_)) != 0 || ::fdatasync(fd_) != 0) return SystemError("cannot cut the torn end of", path_);
+  if (::ftruncate(fd_, static_cast<off_t>(size_)) != 0 || ::fdatasync(fd_) != 0)
+    return SystemError("cannot cut the torn end of", path_);
   return absl::OkStatus();
 }
 
@@ -169,10 +172,9 @@ const JournalEntry* Journal::Find(uint64_t step) const {
 absl::Status Journal::CheckReplay(uint64_t step, const std::string& manifest_digest) const {
   const JournalEntry* known = Find(step);
   if (known == nullptr || known->manifest_digest == manifest_digest) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat("step ", step, " was made of other samples before: manifest ",
-                                                    absl::BytesToHexString(manifest_digest), " now, ",
-                                                    absl::BytesToHexString(known->manifest_digest),
-                                                    " in the journal; data files or data settings have changed"));
+  return absl::FailedPreconditionError(absl::StrCat(
+      "step ", step, " was made of other samples before: manifest ", absl::BytesToHexString(manifest_digest), " now, ",
+      absl::BytesToHexString(known->manifest_digest), " in the journal; data files or data settings have changed"));
 }
 
 }  // namespace moonpipe

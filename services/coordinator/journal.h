@@ -1,5 +1,5 @@
-// What was decided, step by step, on disk before anybody acts on it: after a crash the coordinator knows which decision it may have
-// sent. An append-only file of JSON lines,
+// What was decided, step by step, on disk before anybody acts on it: after a crash the coordinator knows which decision
+// it may have sent. An append-only file of JSON lines,
 //
 //   {"crc":"8f3a90c1","entry":{"step":12,"generation":3,...}}
 //
@@ -28,24 +28,29 @@ struct JournalEntry {
   data::v1::DataCursor next_cursor;
 };
 
-// Not safe for use from two threads. Holds an exclusive lock on the file: a second coordinator of the same run is refused.
+// Not safe for use from two threads. Holds an exclusive lock on the file: a second coordinator of the same run is
+// refused.
 class Journal {
  public:
-  // Opens or creates the file, reads it, and cuts off a last line that was being written when the process died (torn_bytes() tells).
-  // FAILED_PRECONDITION when another process has it open; DATA_LOSS, with the line, for damage anywhere else, which a crash cannot cause.
+  // Opens or creates the file, reads it, and cuts off a last line that was being written when the process died
+  // (torn_bytes() tells). FAILED_PRECONDITION when another process has it open; DATA_LOSS, with the line, for damage
+  // anywhere else, which a crash cannot cause.
   static absl::StatusOr<std::unique_ptr<Journal>> Open(const std::string& path);
   ~Journal();
   Journal(const Journal&) = delete;
   Journal& operator=(const Journal&) = delete;
 
-  // Returns when the entry is on the disk. After an error the file is as before, or the journal refuses everything from then on.
+  // Returns when the entry is on the disk. After an error the file is as before, or the journal refuses everything from
+  // then on.
   absl::Status Append(const JournalEntry& entry);
 
-  // Everything in the file, oldest first. A step stands twice if it was taken again after a resume from an earlier checkpoint.
+  // Everything in the file, oldest first. A step stands twice if it was taken again after a resume from an earlier
+  // checkpoint.
   const std::vector<JournalEntry>& entries() const { return entries_; }
   // The newest entry of a step; null if there is none.
   const JournalEntry* Find(uint64_t step) const;
-  // A step that is taken again must be made of the same samples. FAILED_PRECONDITION with both digests if the journal knows another one.
+  // A step that is taken again must be made of the same samples. FAILED_PRECONDITION with both digests if the journal
+  // knows another one.
   absl::Status CheckReplay(uint64_t step, const std::string& manifest_digest) const;
   // Bytes that Open cut off.
   uint64_t torn_bytes() const { return torn_bytes_; }

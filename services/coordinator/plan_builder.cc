@@ -30,7 +30,8 @@ std::vector<const RegisteredWorker*> WorkersOf(const std::vector<RegisteredWorke
 
 std::string Token(const PlanInputs& inputs, absl::string_view use) {
   // Lengths keep the fields apart.
-  return Sha256Hex(absl::StrCat(inputs.secret.size(), ":", inputs.secret, inputs.run.size(), ":", inputs.run, inputs.generation, ":", use));
+  return Sha256Hex(absl::StrCat(inputs.secret.size(), ":", inputs.secret, inputs.run.size(), ":", inputs.run,
+                                inputs.generation, ":", use));
 }
 
 struct Cast {
@@ -123,8 +124,9 @@ absl::StatusOr<ClusterPlan> BuildPlan(const PlanInputs& inputs) {
   if (pipeline.layers_per_stage().empty()) {
     MOONPIPE_ASSIGN_OR_RETURN(plan.parts, SplitLayers(CostsOf(inputs.model), num_stages));
   } else {
-    MOONPIPE_ASSIGN_OR_RETURN(plan.parts, SplitLayersAs({pipeline.layers_per_stage().begin(), pipeline.layers_per_stage().end()},
-                                                        inputs.model.text.num_hidden_layers, num_stages));
+    MOONPIPE_ASSIGN_OR_RETURN(plan.parts,
+                              SplitLayersAs({pipeline.layers_per_stage().begin(), pipeline.layers_per_stage().end()},
+                                            inputs.model.text.num_hidden_layers, num_stages));
   }
   plan.parts[0].has_vision = options.vision_in_first_stage;
 

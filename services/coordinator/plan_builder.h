@@ -1,4 +1,5 @@
-// Who does what: from the spec, the model and the workers that are there to one Plan a worker. Pure: equal inputs give equal plans.
+// Who does what: from the spec, the model and the workers that are there to one Plan a worker. Pure: equal inputs give
+// equal plans.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,8 @@ struct PlanInputs {
   std::vector<RegisteredWorker> workers;  // those whose streams stand, in any order
   worker::v1::InitialState initial_state;
   data::v1::DataCursor cursor;
-  // Random bytes that nobody else knows; every token of the plan is a hash over them, the generation and the token's use.
+  // Random bytes that nobody else knows; every token of the plan is a hash over them, the generation and the token's
+  // use.
   std::string secret;
 };
 
@@ -50,14 +52,15 @@ struct ClusterPlan {
   std::vector<uint32_t> ScheduleWorkers() const;
 };
 
-// Workers take the places of their role in the order of their wished numbers, ties by worker number; spare ones stay idle.
-// Edges, in the order in which everybody builds them (one global order, so that no two workers wait for each other crosswise):
+// Workers take the places of their role in the order of their wished numbers, ties by worker number; spare ones stay
+// idle. Edges, in the order in which everybody builds them (one global order, so that no two workers wait for each
+// other crosswise):
 //   features, feature-gradient        encoder to stage 0 and back
 //   activation.N, gradient.N          stage N to N + 1 and back, N ascending
 //   tied-gradient.forward, .back      stage 0 to the last stage and back, with tied embeddings
-// The owner of the tower may fetch PIXELS, stage 0 TOKENS, the last stage LABELS, and nobody anything else; a worker that fetches nothing
-// holds no token.
-// UNAVAILABLE lists every worker that is missing (more may come: ask again); INVALID_ARGUMENT for a spec that this model cannot follow.
+// The owner of the tower may fetch PIXELS, stage 0 TOKENS, the last stage LABELS, and nobody anything else; a worker
+// that fetches nothing holds no token. UNAVAILABLE lists every worker that is missing (more may come: ask again);
+// INVALID_ARGUMENT for a spec that this model cannot follow.
 absl::StatusOr<ClusterPlan> BuildPlan(const PlanInputs& inputs);
 
 }  // namespace moonpipe

@@ -24,7 +24,8 @@ data::v1::StepManifest ViewOf(const worker::v1::ModelPart& part, const data::v1:
 
 }  // namespace
 
-absl::StatusOr<std::map<uint32_t, worker::v1::RunStep>> MakeRunSteps(const ClusterPlan& plan, const data::v1::StepManifest& manifest,
+absl::StatusOr<std::map<uint32_t, worker::v1::RunStep>> MakeRunSteps(const ClusterPlan& plan,
+                                                                     const data::v1::StepManifest& manifest,
                                                                      bool decode, bool zero_features) {
   if (manifest.microbatches().empty()) {
     return absl::InvalidArgumentError(absl::StrCat("step ", manifest.step(), " has no microbatch"));
@@ -32,8 +33,9 @@ absl::StatusOr<std::map<uint32_t, worker::v1::RunStep>> MakeRunSteps(const Clust
   uint64_t trained_labels = 0;
   for (int i = 0; i < manifest.microbatches_size(); ++i) {
     if (manifest.microbatches(i).index() != static_cast<uint32_t>(i)) {
-      return absl::InvalidArgumentError(absl::StrCat("step ", manifest.step(), ": microbatch ", manifest.microbatches(i).index(),
-                                                     " stands at place ", i, " of the manifest"));
+      return absl::InvalidArgumentError(absl::StrCat("step ", manifest.step(), ": microbatch ",
+                                                     manifest.microbatches(i).index(), " stands at place ", i,
+                                                     " of the manifest"));
     }
     trained_labels += manifest.microbatches(i).trained_labels();
   }
@@ -58,13 +60,14 @@ absl::StatusOr<std::map<uint32_t, worker::v1::RunStep>> MakeRunSteps(const Clust
   return steps;
 }
 
-absl::Status CheckMessagesFit(const ClusterPlan& plan, const ModelConfig& model, const data::v1::StepManifest& manifest) {
+absl::Status CheckMessagesFit(const ClusterPlan& plan, const ModelConfig& model,
+                              const data::v1::StepManifest& manifest) {
   const auto check = [&](const worker::v1::EdgePlan& edge, uint32_t microbatch, uint64_t rows, absl::string_view what) {
     const uint64_t bytes = rows * static_cast<uint64_t>(model.text.hidden_size) * sizeof(float);
     if (bytes <= edge.max_message_bytes()) return absl::OkStatus();
     return absl::FailedPreconditionError(
-        absl::StrCat("step ", manifest.step(), " microbatch ", microbatch, ": edge ", edge.name(), " would carry ", rows, " ", what, " in ",
-                     bytes, " bytes, the limit is ", edge.max_message_bytes(),
+        absl::StrCat("step ", manifest.step(), " microbatch ", microbatch, ": edge ", edge.name(), " would carry ",
+                     rows, " ", what, " in ", bytes, " bytes, the limit is ", edge.max_message_bytes(),
                      "; raise runtime.max_edge_message_bytes or use smaller microbatches"));
   };
   for (uint32_t worker : plan.ScheduleWorkers()) {

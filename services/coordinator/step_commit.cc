@@ -24,20 +24,23 @@ absl::Status CheckReporters(const StepInputs& inputs, const Reports& reports) {
   const std::set<uint32_t> expected(inputs.workers.begin(), inputs.workers.end());
   for (const auto& [worker, report] : reports) {
     if (report.generation() != inputs.generation) {
-      return absl::AbortedError(absl::StrCat("worker ", worker, " reports of generation ", report.generation(), ", the plan has ",
-                                             inputs.generation));
+      return absl::AbortedError(absl::StrCat("worker ", worker, " reports of generation ", report.generation(),
+                                             ", the plan has ", inputs.generation));
     }
     if (report.step() != inputs.step) {
-      return absl::AbortedError(absl::StrCat("worker ", worker, " reports step ", report.step(), ", step ", inputs.step, " runs"));
+      return absl::AbortedError(
+          absl::StrCat("worker ", worker, " reports step ", report.step(), ", step ", inputs.step, " runs"));
     }
     if (expected.count(worker) == 0) {
-      return absl::FailedPreconditionError(absl::StrCat("worker ", worker, " reports step ", inputs.step, " but has no part in it"));
+      return absl::FailedPreconditionError(
+          absl::StrCat("worker ", worker, " reports step ", inputs.step, " but has no part in it"));
     }
   }
   for (uint32_t worker : expected) {
     if (reports.count(worker) == 0) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("step ", inputs.step, ": worker ", worker, " has not reported; ", reports.size(), " of ", expected.size(), " have"));
+      return absl::FailedPreconditionError(absl::StrCat("step ", inputs.step, ": worker ", worker,
+                                                        " has not reported; ", reports.size(), " of ", expected.size(),
+                                                        " have"));
     }
   }
   return absl::OkStatus();
@@ -52,13 +55,14 @@ absl::StatusOr<double> SquaredNorm(const StepInputs& inputs, const Reports& repo
       const auto place = place_of.find(norm.name());
       if (place == place_of.end()) {
         const auto nearest = NearestNames(norm.name(), inputs.parameter_names);
-        return absl::InvalidArgumentError(absl::StrCat("worker ", worker, " reports the norm of ", norm.name(),
-                                                       ", which is not a trained parameter",
-                                                       nearest.empty() ? "" : absl::StrCat("; nearest is ", nearest[0])));
+        return absl::InvalidArgumentError(
+            absl::StrCat("worker ", worker, " reports the norm of ", norm.name(), ", which is not a trained parameter",
+                         nearest.empty() ? "" : absl::StrCat("; nearest is ", nearest[0])));
       }
       std::optional<double>& entry = norms[place->second];
       if (entry.has_value()) {
-        return absl::InvalidArgumentError(absl::StrCat("the norm of ", norm.name(), " is reported twice, the second time by worker ", worker));
+        return absl::InvalidArgumentError(
+            absl::StrCat("the norm of ", norm.name(), " is reported twice, the second time by worker ", worker));
       }
       if (norm.squared_norm() < 0) {
         return absl::InvalidArgumentError(
@@ -70,7 +74,8 @@ absl::StatusOr<double> SquaredNorm(const StepInputs& inputs, const Reports& repo
   double sum = 0;
   for (size_t i = 0; i < norms.size(); ++i) {
     if (!norms[i].has_value()) {
-      return absl::InvalidArgumentError(absl::StrCat("step ", inputs.step, ": nobody reports the norm of ", inputs.parameter_names[i]));
+      return absl::InvalidArgumentError(
+          absl::StrCat("step ", inputs.step, ": nobody reports the norm of ", inputs.parameter_names[i]));
     }
     sum += *norms[i];
   }
@@ -83,17 +88,19 @@ absl::StatusOr<double> LossSum(const StepInputs& inputs, const Reports& reports)
   for (const auto& [worker, report] : reports) {
     for (const worker::v1::MicrobatchLoss& loss : report.losses()) {
       if (loss.microbatch() >= sums.size()) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("worker ", worker, " reports the loss of microbatch ", loss.microbatch(), ", the step has ", sums.size()));
+        return absl::InvalidArgumentError(absl::StrCat("worker ", worker, " reports the loss of microbatch ",
+                                                       loss.microbatch(), ", the step has ", sums.size()));
       }
       std::optional<double>& entry = sums[loss.microbatch()];
       if (entry.has_value()) {
-        return absl::InvalidArgumentError(absl::StrCat("the loss of microbatch ", loss.microbatch(), " is reported twice"));
+        return absl::InvalidArgumentError(
+            absl::StrCat("the loss of microbatch ", loss.microbatch(), " is reported twice"));
       }
       const uint32_t labels = manifest.microbatches(static_cast<int>(loss.microbatch())).trained_labels();
       if (loss.trained_labels() != labels) {
-        return absl::InvalidArgumentError(absl::StrCat("worker ", worker, " trained ", loss.trained_labels(), " labels of microbatch ",
-                                                       loss.microbatch(), ", the manifest has ", labels));
+        return absl::InvalidArgumentError(absl::StrCat("worker ", worker, " trained ", loss.trained_labels(),
+                                                       " labels of microbatch ", loss.microbatch(),
+                                                       ", the manifest has ", labels));
       }
       entry = loss.loss_sum();
     }
@@ -101,7 +108,8 @@ absl::StatusOr<double> LossSum(const StepInputs& inputs, const Reports& reports)
   double sum = 0;
   for (size_t i = 0; i < sums.size(); ++i) {
     if (!sums[i].has_value()) {
-      return absl::InvalidArgumentError(absl::StrCat("step ", inputs.step, ": nobody reports the loss of microbatch ", i));
+      return absl::InvalidArgumentError(
+          absl::StrCat("step ", inputs.step, ": nobody reports the loss of microbatch ", i));
     }
     sum += *sums[i];
   }
@@ -116,8 +124,9 @@ absl::StatusOr<std::vector<worker::v1::ExpertCounts>> SumExpertCounts(const Repo
       if (is_new) continue;
       worker::v1::ExpertCounts& sum = layer->second;
       if (sum.counts_size() != counts.counts_size()) {
-        return absl::InvalidArgumentError(absl::StrCat("worker ", worker, " counts ", counts.counts_size(), " experts in layer ",
-                                                       counts.layer(), ", another worker ", sum.counts_size()));
+        return absl::InvalidArgumentError(absl::StrCat("worker ", worker, " counts ", counts.counts_size(),
+                                                       " experts in layer ", counts.layer(), ", another worker ",
+                                                       sum.counts_size()));
       }
       for (int i = 0; i < counts.counts_size(); ++i) sum.set_counts(i, sum.counts(i) + counts.counts(i));
     }

@@ -1,5 +1,6 @@
-// Damaged schedules against a checker that shares nothing with the validator: it does not look at the lists, it runs them. Workers
-// hold values, messages change hands only when both ends are there, gradients are added to a sum; in the end the books must balance.
+// Damaged schedules against a checker that shares nothing with the validator: it does not look at the lists, it runs
+// them. Workers hold values, messages change hands only when both ends are there, gradients are added to a sum; in the
+// end the books must balance.
 #include <functional>
 #include <random>
 #include <set>
@@ -15,7 +16,8 @@ using Type = ActionType;
 
 class Interpreter {
  public:
-  Interpreter(const Schedule& schedule, uint64_t seed) : schedule_(schedule), options_(schedule.options), random_(seed) {}
+  Interpreter(const Schedule& schedule, uint64_t seed)
+      : schedule_(schedule), options_(schedule.options), random_(seed) {}
 
   // True if the run ends, every list is used up, and every chunk did its work on every microbatch exactly once.
   bool Run() {
@@ -56,12 +58,18 @@ class Interpreter {
   // The two ends of one edge; whether they carry the same microbatch is looked at when they meet.
   static bool Meet(const Action& a, const Action& b) {
     switch (a.type) {
-      case Type::kSendActivation: return b.type == Type::kReceiveActivation && b.chunk == a.chunk + 1;
-      case Type::kSendGradient: return b.type == Type::kReceiveGradient && b.chunk == a.chunk - 1;
-      case Type::kSendFeatures: return b.type == Type::kReceiveFeatures;
-      case Type::kSendFeatureGradient: return b.type == Type::kReceiveFeatureGradient;
-      case Type::kReduceTied: return b.type == Type::kReduceTied;
-      default: return false;  // the receiving end is found from the sending one
+      case Type::kSendActivation:
+        return b.type == Type::kReceiveActivation && b.chunk == a.chunk + 1;
+      case Type::kSendGradient:
+        return b.type == Type::kReceiveGradient && b.chunk == a.chunk - 1;
+      case Type::kSendFeatures:
+        return b.type == Type::kReceiveFeatures;
+      case Type::kSendFeatureGradient:
+        return b.type == Type::kReceiveFeatureGradient;
+      case Type::kReduceTied:
+        return b.type == Type::kReduceTied;
+      default:
+        return false;  // the receiving end is found from the sending one
     }
   }
 
@@ -100,18 +108,25 @@ class Interpreter {
     const int32_t m = a.microbatch;
     if (m != b.microbatch) return false;
     switch (a.type) {
-      case Type::kSendActivation: return Has(Key("out", a.chunk, m)) && Put(Key("in", b.chunk, m));
-      case Type::kSendGradient: return Has(Key("in_grad", a.chunk, m)) && Put(Key("grad", b.chunk, m));
-      case Type::kSendFeatures: return Has(Key("out", kVisionChunk, m)) && Put(Key("features", 0, m));
-      case Type::kSendFeatureGradient: return Has(Key("in_grad", 0, m)) && Put(Key("features_grad", kVisionChunk, m));
-      case Type::kReduceTied: return Tie(a.chunk) && Tie(b.chunk) && a.chunk != b.chunk;
-      default: return false;
+      case Type::kSendActivation:
+        return Has(Key("out", a.chunk, m)) && Put(Key("in", b.chunk, m));
+      case Type::kSendGradient:
+        return Has(Key("in_grad", a.chunk, m)) && Put(Key("grad", b.chunk, m));
+      case Type::kSendFeatures:
+        return Has(Key("out", kVisionChunk, m)) && Put(Key("features", 0, m));
+      case Type::kSendFeatureGradient:
+        return Has(Key("in_grad", 0, m)) && Put(Key("features_grad", kVisionChunk, m));
+      case Type::kReduceTied:
+        return Tie(a.chunk) && Tie(b.chunk) && a.chunk != b.chunk;
+      default:
+        return false;
     }
   }
   // Gradients that are exchanged must be complete; no work may follow on that chunk.
   bool Tie(int32_t c) {
     return options_.tied_embeddings && (c == 0 || c == options_.stages - 1) &&
-           sums_[static_cast<size_t>(c + 1)].size() == static_cast<size_t>(options_.microbatches) && Put(Key("tied", c, -1));
+           sums_[static_cast<size_t>(c + 1)].size() == static_cast<size_t>(options_.microbatches) &&
+           Put(Key("tied", c, -1));
   }
 
   bool Balanced() const {
@@ -127,7 +142,7 @@ class Interpreter {
         values += c > 0 ? 1 : 0;
         values += c == 0 && options_.has_vision ? 1 : 0;
         if (options_.forward_only) continue;
-        values += 1;                                                  // in_grad
+        values += 1;                                                     // in_grad
         values += c == kVisionChunk || c < options_.stages - 1 ? 1 : 0;  // grad or features_grad
       }
     }

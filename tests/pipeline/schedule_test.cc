@@ -44,7 +44,8 @@ int32_t PeakLiveForwards(const WorkerActions& worker, int32_t chunk) {
 }
 
 TEST(ActionTest, TextAndActionAreTheSameThing) {
-  for (const char* text : {"0F0", "12B7", "VF3", "VB0", "0SA1", "1RA1", "1SG15", "0RG0", "VSF2", "0RF2", "0SH2", "VRH2", "0RT", "3RP", "VRP"}) {
+  for (const char* text : {"0F0", "12B7", "VF3", "VB0", "0SA1", "1RA1", "1SG15", "0RG0", "VSF2", "0RF2", "0SH2", "VRH2",
+                           "0RT", "3RP", "VRP"}) {
     auto action = ParseAction(text);
     ASSERT_TRUE(action.ok()) << action.status();
     EXPECT_EQ(action->ToString(), text);
@@ -52,13 +53,15 @@ TEST(ActionTest, TextAndActionAreTheSameThing) {
 }
 
 TEST(ActionTest, TextThatIsNoActionIsRefusedWithTheText) {
-  for (const char* text : {"", "F", "0", "0F", "F0", "-1F0", "0F-1", "0X0", "00F0", "0F00", "0F0 ", "0RP0", "0RT1", "vF0", "VV0", "0F99999999999"}) {
+  for (const char* text : {"", "F", "0", "0F", "F0", "-1F0", "0F-1", "0X0", "00F0", "0F00", "0F0 ", "0RP0", "0RT1",
+                           "vF0", "VV0", "0F99999999999"}) {
     ExpectInvalid(ParseAction(text).status(), HasSubstr(absl::StrCat("\"", text, "\"")));
   }
 }
 
 TEST(ScheduleTest, OneStageWithTheTowerInItAlternates) {
-  EXPECT_EQ(Make({.stages = 1, .microbatches = 2, .vision_in_first_stage = true}).ToString(), "VF0 0F0 0B0 VB0 VF1 0F1 0B1 VB1 0RP\n");
+  EXPECT_EQ(Make({.stages = 1, .microbatches = 2, .vision_in_first_stage = true}).ToString(),
+            "VF0 0F0 0B0 VB0 VF1 0F1 0B1 VB1 0RP\n");
 }
 
 TEST(ScheduleTest, TheTowerCountsAsAStageAheadOfTheFirst) {
@@ -87,8 +90,8 @@ TEST(ScheduleTest, EveryScheduleIsCompleteFreeOfDeadlockAndHoldsNoMoreThanItMust
     for (int32_t stages = 1; stages <= 8; ++stages) {
       for (int32_t microbatches = 1; microbatches <= 16; ++microbatches) {
         for (int flags = 0; flags < 16; ++flags) {
-          ScheduleOptions options{name,           stages,           microbatches,    (flags & 1) != 0,
-                                  (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0};
+          ScheduleOptions options{
+              name, stages, microbatches, (flags & 1) != 0, (flags & 2) != 0, (flags & 4) != 0, (flags & 8) != 0};
           const Schedule schedule = Make(options);
           const absl::Status valid = ValidateSchedule(schedule);
           ASSERT_TRUE(valid.ok()) << valid << "\n" << schedule.ToString();
@@ -97,7 +100,8 @@ TEST(ScheduleTest, EveryScheduleIsCompleteFreeOfDeadlockAndHoldsNoMoreThanItMust
           const int32_t positions = static_cast<int32_t>(schedule.workers.size());
           for (int32_t r = 0; r < positions; ++r) {
             for (int32_t chunk : schedule.workers[static_cast<size_t>(r)].chunks) {
-              ASSERT_EQ(PeakLiveForwards(schedule.workers[static_cast<size_t>(r)], chunk), std::min(microbatches, positions - r))
+              ASSERT_EQ(PeakLiveForwards(schedule.workers[static_cast<size_t>(r)], chunk),
+                        std::min(microbatches, positions - r))
                   << schedule.ToString();
             }
           }
@@ -111,13 +115,16 @@ TEST(ScheduleTest, EveryScheduleIsCompleteFreeOfDeadlockAndHoldsNoMoreThanItMust
 TEST(ScheduleTest, TheTowerInTheFirstStageStandsRightBesideItsForwardsAndBackwards) {
   const Schedule schedule = Make({.stages = 4, .microbatches = 8, .vision_in_first_stage = true});
   for (int32_t m = 0; m < 8; ++m) {
-    EXPECT_EQ(PlaceOf(schedule.workers[0], absl::StrCat("VF", m)) + 1, PlaceOf(schedule.workers[0], absl::StrCat("0F", m)));
-    EXPECT_EQ(PlaceOf(schedule.workers[0], absl::StrCat("0B", m)) + 1, PlaceOf(schedule.workers[0], absl::StrCat("VB", m)));
+    EXPECT_EQ(PlaceOf(schedule.workers[0], absl::StrCat("VF", m)) + 1,
+              PlaceOf(schedule.workers[0], absl::StrCat("0F", m)));
+    EXPECT_EQ(PlaceOf(schedule.workers[0], absl::StrCat("0B", m)) + 1,
+              PlaceOf(schedule.workers[0], absl::StrCat("VB", m)));
   }
 }
 
 TEST(ScheduleTest, UnknownNamesAndImpossibleNumbersAreRefused) {
-  ExpectInvalid(MakeSchedule({.name = "1f1bb"}).status(), AllOf(HasSubstr("1f1bb"), HasSubstr("1f1b, gpipe"), HasSubstr("did you mean 1f1b?")));
+  ExpectInvalid(MakeSchedule({.name = "1f1bb"}).status(),
+                AllOf(HasSubstr("1f1bb"), HasSubstr("1f1b, gpipe"), HasSubstr("did you mean 1f1b?")));
   ExpectInvalid(MakeSchedule({.stages = 0}).status(), HasSubstr("not 0 and 1"));
   ExpectInvalid(MakeSchedule({.microbatches = -3}).status(), HasSubstr("not 1 and -3"));
 }
@@ -189,7 +196,8 @@ TEST(ValidatorTest, MessagesMustMeetInOneOrderOnBothEnds) {
 TEST(ValidatorTest, TheUsualOrderOfSendingTheGradientFirstIsADeadlockWithoutBuffers) {
   Schedule bad = Make({.stages = 2, .microbatches = 3, .has_vision = false});
   Swap(bad.workers[1], "1SG0", "1RA1");
-  ExpectInvalid(ValidateSchedule(bad), AllOf(HasSubstr("deadlock"), HasSubstr("worker 0 at 0SA1"), HasSubstr("worker 1 at 1SG0")));
+  ExpectInvalid(ValidateSchedule(bad),
+                AllOf(HasSubstr("deadlock"), HasSubstr("worker 0 at 0SA1"), HasSubstr("worker 1 at 1SG0")));
 }
 
 }  // namespace

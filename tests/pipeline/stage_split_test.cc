@@ -71,7 +71,8 @@ TEST(StageSplitTest, NoCutIsBetterThanTheOneThatIsTaken) {
     std::function<void(size_t)> all_cuts = [&](size_t left) {
       if (counts.size() + 1 == static_cast<size_t>(stages)) {
         counts.push_back(static_cast<uint32_t>(left));
-        if (left > 0) best = std::min(best, Maximum(costs, *SplitLayersAs(counts, static_cast<int64_t>(layers), stages)));
+        if (left > 0)
+          best = std::min(best, Maximum(costs, *SplitLayersAs(counts, static_cast<int64_t>(layers), stages)));
         counts.pop_back();
         return;
       }
@@ -101,13 +102,16 @@ TEST(StageSplitTest, GivenCountsAreTakenAndChecked) {
   ASSERT_TRUE(ranges.ok());
   ExpectPartition(*ranges, 4);
   EXPECT_THAT(Counts(*ranges), ElementsAre(1, 3));
-  EXPECT_THAT(std::string(SplitLayersAs({1, 2}, 4, 2).status().message()), AllOf(HasSubstr("1 + 2 adds up to 3"), HasSubstr("has 4")));
-  EXPECT_THAT(std::string(SplitLayersAs({1, 2, 1}, 4, 2).status().message()), AllOf(HasSubstr("has 3 entries"), HasSubstr("stages is 2")));
+  EXPECT_THAT(std::string(SplitLayersAs({1, 2}, 4, 2).status().message()),
+              AllOf(HasSubstr("1 + 2 adds up to 3"), HasSubstr("has 4")));
+  EXPECT_THAT(std::string(SplitLayersAs({1, 2, 1}, 4, 2).status().message()),
+              AllOf(HasSubstr("has 3 entries"), HasSubstr("stages is 2")));
   EXPECT_THAT(std::string(SplitLayersAs({4, 0}, 4, 2).status().message()), HasSubstr("layers_per_stage[1] is 0"));
 }
 
 TEST(StageSplitTest, MoreStagesThanLayersAreRefusedWithBothNumbers) {
-  EXPECT_THAT(std::string(SplitLayers({0, 0, {1, 1}}, 3).status().message()), AllOf(HasSubstr("is 3"), HasSubstr("2 decoder layers")));
+  EXPECT_THAT(std::string(SplitLayers({0, 0, {1, 1}}, 3).status().message()),
+              AllOf(HasSubstr("is 3"), HasSubstr("2 decoder layers")));
   EXPECT_FALSE(SplitLayers({0, 0, {1, 1}}, 0).ok());
 }
 

@@ -45,7 +45,8 @@ class CheckpointLedgerTest : public testing::Test {
   }
 
   // What a worker does: one file of weights with one tensor, and says so.
-  worker::v1::ShardFile WriteShard(const std::string& folder, const std::string& file, const std::string& tensor, float value) {
+  worker::v1::ShardFile WriteShard(const std::string& folder, const std::string& file, const std::string& tensor,
+                                   float value) {
     worker::v1::ShardFile shard;
     shard.set_name(file);
     const std::string path = absl::StrCat(folder, "/", file);
@@ -118,8 +119,9 @@ TEST_F(CheckpointLedgerTest, ACheckpointIsAModelFolderThatNamesItsFiles) {
   EXPECT_EQ(index.at("weight_map").at("b"), "model-00002-of-00002.safetensors");
   std::vector<std::string> names;
   for (const CheckpointFile& file : info.manifest.files) names.push_back(file.name);
-  EXPECT_THAT(names, ElementsAre("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-                                 "model.safetensors.index.json", "optimizer-00001-of-00002.safetensors", "tiktoken.model"));
+  EXPECT_THAT(names,
+              ElementsAre("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+                          "model.safetensors.index.json", "optimizer-00001-of-00002.safetensors", "tiktoken.model"));
   uint64_t bytes = 0;
   for (const auto& entry : fs::directory_iterator(info.path)) bytes += entry.file_size();
   EXPECT_EQ(info.size_bytes, bytes);
@@ -192,7 +194,8 @@ TEST_F(CheckpointLedgerTest, ATruncatedShardIsNamedWithBothSizes) {
   const std::string shard = newer.path + "/model-00002-of-00002.safetensors";
   const uintmax_t size = fs::file_size(shard);
   fs::resize_file(shard, size - 1);
-  EXPECT_THAT(OnlyReason(ledger), AllOf(HasSubstr(shard), HasSubstr(absl::StrCat("has ", size - 1)), HasSubstr(absl::StrCat("says ", size))));
+  EXPECT_THAT(OnlyReason(ledger), AllOf(HasSubstr(shard), HasSubstr(absl::StrCat("has ", size - 1)),
+                                        HasSubstr(absl::StrCat("says ", size))));
   EXPECT_EQ(ledger.ChooseResume("auto")->checkpoint->step, 2U);
   EXPECT_THAT(ledger.ChooseResume("auto")->reason, HasSubstr("passed over"));
   EXPECT_EQ(ledger.ChooseResume("4").status().code(), absl::StatusCode::kFailedPrecondition);
@@ -225,16 +228,25 @@ TEST_F(CheckpointLedgerTest, FinishRefusesShardsThatAreNotAsTheirWorkersSaid) {
     EXPECT_THAT(Complete(ledger), IsEmpty());
     return std::string(status.message());
   };
-  EXPECT_THAT(refuse([](const std::string& folder, CheckpointContent&) { fs::resize_file(folder + "/model-00001-of-00002.safetensors", 3); }),
+  EXPECT_THAT(refuse([](const std::string& folder, CheckpointContent&) {
+                fs::resize_file(folder + "/model-00001-of-00002.safetensors", 3);
+              }),
               AllOf(HasSubstr("has 3 bytes"), HasSubstr("its worker wrote")));
-  EXPECT_THAT(refuse([](const std::string& folder, CheckpointContent&) { fs::remove(folder + "/model-00001-of-00002.safetensors"); }),
+  EXPECT_THAT(refuse([](const std::string& folder, CheckpointContent&) {
+                fs::remove(folder + "/model-00001-of-00002.safetensors");
+              }),
               HasSubstr("is not there"));
   EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.shards[1].set_tensors(0, "a"); }),
               HasSubstr("tensor a lies in model-00001-of-00002.safetensors and in model-00002-of-00002.safetensors"));
-  EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.shards[1].set_name("../x"); }), HasSubstr("../x"));
-  EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.shards.pop_back(); }), HasSubstr("belongs to no shard"));
-  EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.tokenizer_files = {"/nowhere/at/all"}; }), HasSubstr("/nowhere"));
-  EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.shards[0].set_sha256("12"); }), HasSubstr("SHA-256"));
+  EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.shards[1].set_name("../x"); }),
+              HasSubstr("../x"));
+  EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.shards.pop_back(); }),
+              HasSubstr("belongs to no shard"));
+  EXPECT_THAT(
+      refuse([](const std::string&, CheckpointContent& content) { content.tokenizer_files = {"/nowhere/at/all"}; }),
+      HasSubstr("/nowhere"));
+  EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.shards[0].set_sha256("12"); }),
+              HasSubstr("SHA-256"));
   EXPECT_EQ(ledger.Finish(8, {}).status().code(), absl::StatusCode::kFailedPrecondition);
   ASSERT_TRUE(ledger.Abandon(6).ok());
   EXPECT_TRUE(fs::is_empty(ledger.folder()));
@@ -265,7 +277,8 @@ TEST_F(CheckpointLedgerTest, TheNewestCompleteCheckpointsAreKeptAndNeverNone) {
 TEST_F(CheckpointLedgerTest, LeftoversGoAtTheStartAndForeignFoldersStay) {
   CheckpointLedger before = Open();
   Save(before, 2);
-  for (const char* name : {"step-00000004.writing", "step-00000001.removing", "notes", "step-7", "step-00000004.writing.old"}) {
+  for (const char* name :
+       {"step-00000004.writing", "step-00000001.removing", "notes", "step-7", "step-00000004.writing.old"}) {
     fs::create_directories(absl::StrCat(run_, "/checkpoints/", name));
   }
   CheckpointLedger ledger = Open();

@@ -128,7 +128,8 @@ TEST(PlanBuilderTest, TiedEmbeddingsJoinTheFirstAndTheLastStage) {
   inputs.spec.mutable_runtime()->set_max_edge_message_bytes(5 << 20);
   auto plan = BuildPlan(inputs);
   ASSERT_TRUE(plan.ok()) << plan.status();
-  EXPECT_THAT(EdgeNames(plan->plans.at(2)), ElementsAre("activation.1", "gradient.1", "tied-gradient.forward", "tied-gradient.back"));
+  EXPECT_THAT(EdgeNames(plan->plans.at(2)),
+              ElementsAre("activation.1", "gradient.1", "tied-gradient.forward", "tied-gradient.back"));
   const worker::v1::EdgePlan& forward = plan->plans.at(2).edges(2);
   EXPECT_EQ(forward.sender(), plan->stages.front());
   EXPECT_EQ(forward.receiver(), plan->stages.back());
@@ -170,8 +171,9 @@ TEST(PlanBuilderTest, TokensChangeWithEveryPlanAndWithTheSecret) {
   const ClusterPlan second = *BuildPlan(inputs);
   inputs.secret = "another";
   const ClusterPlan third = *BuildPlan(inputs);
-  const std::set<std::string> tokens = {first.plans.at(1).access_token(), second.plans.at(1).access_token(), third.plans.at(1).access_token(),
-                                        first.plans.at(1).edge_token(), second.plans.at(1).edge_token(), third.plans.at(1).edge_token()};
+  const std::set<std::string> tokens = {first.plans.at(1).access_token(), second.plans.at(1).access_token(),
+                                        third.plans.at(1).access_token(), first.plans.at(1).edge_token(),
+                                        second.plans.at(1).edge_token(),  third.plans.at(1).edge_token()};
   EXPECT_EQ(tokens.size(), 6U);
 }
 
@@ -195,7 +197,8 @@ TEST(PlanBuilderTest, AModelWithoutATowerNeedsNoEncoder) {
   ASSERT_TRUE(plan.ok()) << plan.status();
   EXPECT_FALSE(plan->encoder.has_value());
   EXPECT_EQ(plan->plans.count(1), 0U);
-  for (const auto& grant : plan->plans.at(0).grants()) EXPECT_THAT(grant.views(), Not(testing::Contains(data::v1::MICROBATCH_VIEW_PIXELS)));
+  for (const auto& grant : plan->plans.at(0).grants())
+    EXPECT_THAT(grant.views(), Not(testing::Contains(data::v1::MICROBATCH_VIEW_PIXELS)));
 }
 
 TEST(PlanBuilderTest, SaysWhoIsMissing) {
@@ -272,7 +275,8 @@ TEST(RunStepBuilderTest, AManifestOutOfOrderIsRefused) {
   const ClusterPlan plan = *BuildPlan(Inputs(2));
   data::v1::StepManifest manifest = Manifest();
   manifest.mutable_microbatches(0)->set_index(1);
-  EXPECT_THAT(std::string(MakeRunSteps(plan, manifest).status().message()), HasSubstr("microbatch 1 stands at place 0"));
+  EXPECT_THAT(std::string(MakeRunSteps(plan, manifest).status().message()),
+              HasSubstr("microbatch 1 stands at place 0"));
   EXPECT_FALSE(MakeRunSteps(plan, data::v1::StepManifest()).ok());
 }
 
@@ -286,7 +290,8 @@ TEST(RunStepBuilderTest, AStepWhoseFeaturesExceedTheLimitIsRefusedWithBothSizes)
               AllOf(HasSubstr("microbatch 1"), HasSubstr("features"), HasSubstr("5376"), HasSubstr("5120")));
   manifest.mutable_microbatches(1)->set_feature_rows(4);
   manifest.mutable_microbatches(0)->set_tokens(30);
-  EXPECT_THAT(std::string(CheckMessagesFit(*BuildPlan(inputs), inputs.model, manifest).message()), HasSubstr("activation.0"));
+  EXPECT_THAT(std::string(CheckMessagesFit(*BuildPlan(inputs), inputs.model, manifest).message()),
+              HasSubstr("activation.0"));
 }
 
 }  // namespace

@@ -13,7 +13,8 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// Two stages with one parameter each, of norms 3 and 4; microbatches of 1 and 3 trained labels with losses 4 and 2 a label.
+// Two stages with one parameter each, of norms 3 and 4; microbatches of 1 and 3 trained labels with losses 4 and 2 a
+// label.
 class StepCommitTest : public testing::Test {
  protected:
   StepCommitTest() {
@@ -92,8 +93,8 @@ TEST_F(StepCommitTest, SmallNormsAndALimitOfZeroDoNotClip) {
 }
 
 TEST_F(StepCommitTest, TheSumFollowsTheListAndNotTheSplit) {
-  // In double, one and then four times 2^-53 stays one; four times 2^-53 first and then one is more. Every split and every order of
-  // reports must give the order of the list.
+  // In double, one and then four times 2^-53 stays one; four times 2^-53 first and then one is more. Every split and
+  // every order of reports must give the order of the list.
   const double tiny = std::ldexp(1.0, -53);
   inputs_.parameter_names = {"one", "w", "x", "y", "z"};
   const auto norm_of = [&](const std::vector<std::pair<uint32_t, std::string>>& owners) {
@@ -153,14 +154,16 @@ TEST_F(StepCommitTest, ReportsOfAnotherGenerationOrStepAreRefusedWithBothNumbers
 
 TEST_F(StepCommitTest, MissingAndUnexpectedWorkersAreNamed) {
   inputs_.workers = {1, 2, 3};
-  ExpectError(absl::StatusCode::kFailedPrecondition, AllOf(HasSubstr("worker 3 has not reported"), HasSubstr("2 of 3")));
+  ExpectError(absl::StatusCode::kFailedPrecondition,
+              AllOf(HasSubstr("worker 3 has not reported"), HasSubstr("2 of 3")));
   inputs_.workers = {2};
   ExpectError(absl::StatusCode::kFailedPrecondition, HasSubstr("worker 1 reports step 9 but has no part"));
 }
 
 TEST_F(StepCommitTest, EveryParameterIsCountedExactlyOnceAndNamedIfNot) {
   AddNorm(2, "a", 1);
-  ExpectError(absl::StatusCode::kInvalidArgument, AllOf(HasSubstr("norm of a is reported twice"), HasSubstr("worker 2")));
+  ExpectError(absl::StatusCode::kInvalidArgument,
+              AllOf(HasSubstr("norm of a is reported twice"), HasSubstr("worker 2")));
   Report(2).mutable_norms()->RemoveLast();
   inputs_.parameter_names.push_back("c");
   ExpectError(absl::StatusCode::kInvalidArgument, HasSubstr("nobody reports the norm of c"));

@@ -102,7 +102,8 @@ TEST(FlopsTest, TheDecoderCountsRealTokensAndUsedExperts) {
   const int64_t all = 4 * attention + 24576 + 3 * (512 + 18432) + 320 * 64;
   EXPECT_EQ(ActiveDecoderWeights(model.text), all);
   const double pairs = 64.0 * 64.0 / 2;
-  EXPECT_EQ(CountTrainingFlops(model, Job({64})).decoder, 6.0 * static_cast<double>(all) * 64 + 3 * 2 * 4 * 4 * (12 + 8) * pairs);
+  EXPECT_EQ(CountTrainingFlops(model, Job({64})).decoder,
+            6.0 * static_cast<double>(all) * 64 + 3 * 2 * 4 * 4 * (12 + 8) * pairs);
 }
 
 TEST(FlopsTest, PackedDocumentsDoNotAttendToOneAnother) {
@@ -132,7 +133,8 @@ TEST(FlopsTest, AFrozenPartCountsAThirdOrTwoThirdsByWhatIsTrainedAheadOfIt) {
   EXPECT_EQ(CountTrainingFlops(model, job, {.projector = true}).projector * 3, trained.projector * 2);
   EXPECT_EQ(CountTrainingFlops(model, job, {.vision = true, .projector = true}).projector * 3, trained.projector);
   EXPECT_EQ(CountTrainingFlops(model, job, {.vision = true, .decoder = true}).decoder * 3, trained.decoder * 2);
-  EXPECT_EQ(CountTrainingFlops(model, job, {.vision = true, .projector = true, .decoder = true}).decoder * 3, trained.decoder);
+  EXPECT_EQ(CountTrainingFlops(model, job, {.vision = true, .projector = true, .decoder = true}).decoder * 3,
+            trained.decoder);
 }
 
 TEST(FlopsTest, MicrobatchesAddUp) {

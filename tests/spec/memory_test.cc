@@ -16,7 +16,8 @@ TEST(MemoryTest, StateIsFourFloatsAParameterAndOneWhereNothingIsTrained) {
   const PartRange all{0, model.text.num_hidden_layers, true, true, true};
   int64_t parameters = 0;
   int64_t buffers = 0;
-  for (const TensorSpec& tensor : ListTensors(model, all)) (tensor.trainable ? parameters : buffers) += tensor.num_elements();
+  for (const TensorSpec& tensor : ListTensors(model, all))
+    (tensor.trainable ? parameters : buffers) += tensor.num_elements();
   ASSERT_GT(buffers, 0);
   const MemoryEstimate estimate = EstimateMemory(model, all, {.microbatch_tokens = 32});
   EXPECT_EQ(estimate.parameters, parameters + buffers);
@@ -41,9 +42,11 @@ TEST(MemoryTest, ActivationsGrowWithTokensAndWithLiveMicrobatches) {
   const int64_t once = EstimateMemory(model, middle, {.microbatch_tokens = 32}).activations_bytes;
   EXPECT_GT(once, 0);
   EXPECT_EQ(EstimateMemory(model, middle, {.microbatch_tokens = 64}).activations_bytes, 2 * once);
-  EXPECT_EQ(EstimateMemory(model, middle, {.microbatch_tokens = 32, .live_microbatches = 3}).activations_bytes, 3 * once);
+  EXPECT_EQ(EstimateMemory(model, middle, {.microbatch_tokens = 32, .live_microbatches = 3}).activations_bytes,
+            3 * once);
   const PartRange last{1, 3, false, true, false};
-  EXPECT_GE(EstimateMemory(model, last, {.microbatch_tokens = 32}).activations_bytes - once, 2 * 4 * 32 * model.text.vocab_size);
+  EXPECT_GE(EstimateMemory(model, last, {.microbatch_tokens = 32}).activations_bytes - once,
+            2 * 4 * 32 * model.text.vocab_size);
 }
 
 }  // namespace

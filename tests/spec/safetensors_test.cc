@@ -118,7 +118,8 @@ TEST(SafetensorsTest, EveryCutOfAFileIsRefused) {
   for (size_t size = 0; size < bytes.size(); ++size) {
     EXPECT_EQ(OpenBytes(bytes.substr(0, size)).code(), absl::StatusCode::kInvalidArgument) << size << " bytes";
   }
-  ExpectInvalid(OpenBytes(bytes.substr(0, bytes.size() - 1)), AllOf(HasSubstr("12"), HasSubstr("11"), HasSubstr("cut off")));
+  ExpectInvalid(OpenBytes(bytes.substr(0, bytes.size() - 1)),
+                AllOf(HasSubstr("12"), HasSubstr("11"), HasSubstr("cut off")));
   ExpectInvalid(OpenBytes(bytes + "x"), AllOf(HasSubstr("13 bytes of data"), HasSubstr("cover 12")));
 }
 
@@ -131,8 +132,10 @@ TEST(SafetensorsTest, DamagedHeadersAreRefusedWithBothNumbers) {
   ExpectInvalid(OpenBytes(huge), HasSubstr("header of"));
   ExpectInvalid(OpenHeader("{"), HasSubstr("not JSON"));
   ExpectInvalid(OpenHeader("[]"), HasSubstr("not a JSON object"));
-  ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})"),
-                HasSubstr("a stands twice"));
+  ExpectInvalid(
+      OpenHeader(
+          R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})"),
+      HasSubstr("a stands twice"));
   ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}})"),
                 AllOf(HasSubstr("tensor a"), HasSubstr("needs 12"), HasSubstr("hold 8")));
   ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F99","shape":[2],"data_offsets":[0,8]}})"), HasSubstr("F99"));
@@ -140,19 +143,24 @@ TEST(SafetensorsTest, DamagedHeadersAreRefusedWithBothNumbers) {
   ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}})"), HasSubstr("[2.0]"));
   ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})"), HasSubstr("[8,0]"));
   ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F32","shape":[2]}})"), HasSubstr("data_offsets"));
-  ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}})"), HasSubstr("overflows"));
+  ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}})"),
+                HasSubstr("overflows"));
   ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})"), HasSubstr("hole"));
-  ExpectInvalid(OpenHeader(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})"),
-                AllOf(HasSubstr("tensor b"), HasSubstr("4"), HasSubstr("8"), HasSubstr("overlap")));
-  ExpectInvalid(OpenHeader(R"({"__metadata__":{"n":1},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})"), HasSubstr("__metadata__.n"));
+  ExpectInvalid(
+      OpenHeader(
+          R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})"),
+      AllOf(HasSubstr("tensor b"), HasSubstr("4"), HasSubstr("8"), HasSubstr("overlap")));
+  ExpectInvalid(OpenHeader(R"({"__metadata__":{"n":1},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})"),
+                HasSubstr("__metadata__.n"));
   EXPECT_EQ(SafetensorsFile::Open(NewFolder("none") + "/x").status().code(), absl::StatusCode::kNotFound);
 }
 
 TEST(SafetensorsTest, TheWriterRefusesWhatItCouldNotReadBack) {
   const std::string path = NewFolder("refuse") + "/x.safetensors";
   const float one = 1;
-  ExpectInvalid(WriteSafetensors(path, {{"a", StoredType::kF32, {1}, &one}, {"a", StoredType::kF32, {1}, &one}}).status(),
-                HasSubstr("a is given twice"));
+  ExpectInvalid(
+      WriteSafetensors(path, {{"a", StoredType::kF32, {1}, &one}, {"a", StoredType::kF32, {1}, &one}}).status(),
+      HasSubstr("a is given twice"));
   ExpectInvalid(WriteSafetensors(path, {{"", StoredType::kF32, {1}, &one}}).status(), HasSubstr("cannot name"));
   ExpectInvalid(WriteSafetensors(path, {{"a", StoredType::kF32, {-1}, &one}}).status(), HasSubstr("F32[-1]"));
   ExpectInvalid(WriteSafetensors(path, {{"a\xff", StoredType::kF32, {1}, &one}}).status(), HasSubstr("UTF-8"));
@@ -188,11 +196,16 @@ TEST(ModelFolderTest, FindsTensorsInShardsAndInASingleFile) {
 }
 
 TEST(ModelFolderTest, IndexAndShardsMustNameTheSameTensors) {
-  ExpectInvalid(ModelFolder::Open(TwoShards("lacks", R"({"weight_map":{"a":"s1.safetensors","b":"s2.safetensors","c":"s2.safetensors"}})")).status(),
-                HasSubstr("no shard holds c of s2.safetensors"));
-  ExpectInvalid(ModelFolder::Open(TwoShards("swapped", R"({"weight_map":{"a":"s2.safetensors","b":"s1.safetensors"}})")).status(),
-                AllOf(HasSubstr("no shard holds a of s2.safetensors"), HasSubstr("the index lacks a of s1.safetensors")));
-  ExpectInvalid(ModelFolder::Open(TwoShards("outside", R"({"weight_map":{"a":"../s1.safetensors"}})")).status(), HasSubstr("../s1"));
+  ExpectInvalid(
+      ModelFolder::Open(
+          TwoShards("lacks", R"({"weight_map":{"a":"s1.safetensors","b":"s2.safetensors","c":"s2.safetensors"}})"))
+          .status(),
+      HasSubstr("no shard holds c of s2.safetensors"));
+  ExpectInvalid(
+      ModelFolder::Open(TwoShards("swapped", R"({"weight_map":{"a":"s2.safetensors","b":"s1.safetensors"}})")).status(),
+      AllOf(HasSubstr("no shard holds a of s2.safetensors"), HasSubstr("the index lacks a of s1.safetensors")));
+  ExpectInvalid(ModelFolder::Open(TwoShards("outside", R"({"weight_map":{"a":"../s1.safetensors"}})")).status(),
+                HasSubstr("../s1"));
   ExpectInvalid(ModelFolder::Open(TwoShards("number", R"({"weight_map":{"a":1}})")).status(), HasSubstr("tensor a"));
   ExpectInvalid(ModelFolder::Open(TwoShards("none", R"({})")).status(), HasSubstr("weight_map"));
   EXPECT_EQ(ModelFolder::Open(TwoShards("missing", R"({"weight_map":{"a":"s3.safetensors"}})")).status().code(),

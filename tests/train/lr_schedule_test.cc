@@ -63,11 +63,13 @@ TEST(LrScheduleTest, ConstantStaysAtThePeak) {
 
 TEST(LrScheduleTest, ImpossibleSchedulesAreRefusedWithBothNumbers) {
   EXPECT_TRUE(CheckLearningRateSchedule(Make(Schedule::KIND_COSINE, 3, 0.1), 10).ok());
-  EXPECT_THAT(std::string(CheckLearningRateSchedule(Make(Schedule::KIND_COSINE, 11, 0.1), 10).message()), AllOf(HasSubstr("11"), HasSubstr("10")));
+  EXPECT_THAT(std::string(CheckLearningRateSchedule(Make(Schedule::KIND_COSINE, 11, 0.1), 10).message()),
+              AllOf(HasSubstr("11"), HasSubstr("10")));
   EXPECT_FALSE(CheckLearningRateSchedule(Make(Schedule::KIND_COSINE, 0, 1.5), 10).ok());
   Schedule wsd = Make(Schedule::KIND_WSD, 6, 0.1);
   wsd.set_decay_steps(5);
-  EXPECT_THAT(std::string(CheckLearningRateSchedule(wsd, 10).message()), AllOf(HasSubstr("6"), HasSubstr("5"), HasSubstr("10")));
+  EXPECT_THAT(std::string(CheckLearningRateSchedule(wsd, 10).message()),
+              AllOf(HasSubstr("6"), HasSubstr("5"), HasSubstr("10")));
 }
 
 }  // namespace
