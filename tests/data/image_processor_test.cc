@@ -63,7 +63,9 @@ TEST(DecodePng, RefusesMorePixelsThanTheLimitBeforeDecoding) {
 }
 
 TEST(ResizeBicubic, GivesPillowsBytes) {
-  for (const nlohmann::json& entry : ReadGolden("pictures.json")["resize"]) {
+  const nlohmann::json golden = ReadGolden("pictures.json");
+  ASSERT_EQ(golden["resize"].size(), 8u);
+  for (const nlohmann::json& entry : golden["resize"]) {
     RgbImage image{entry["from"][0], entry["from"][1], {}};
     for (uint32_t i = 0; i < static_cast<uint32_t>(image.width * image.height * 3); ++i) {
       image.pixels.push_back(i / 48 % 3 != 0 ? Noise(i) : static_cast<uint8_t>(255 * (i % 2)));
