@@ -53,7 +53,7 @@ struct ScheduleOptions {
   int32_t stages = 1;         // decoder chunks, one a worker
   int32_t microbatches = 1;
   bool has_vision = true;           // the model has a tower
-  bool vision_in_first_stage = false;  // the tower's chunk lies on the worker of stage 0
+  bool vision_in_first_stage = false;  // the tower's chunk lies on the worker of stage 0; without a tower it says nothing
   bool tied_embeddings = false;     // adds RT where first and last stage differ
   bool forward_only = false;        // decoding: no backward, no report of gradients
 };
@@ -68,12 +68,15 @@ struct Schedule {
 
 // INVALID_ARGUMENT for an unknown name (with the known ones) or numbers the schedule is not defined for.
 // In 1F1B the tower counts as a stage ahead of stage 0: with p pipeline positions in all, position r runs p-1-r forwards ahead
-// before it alternates one forward, one backward. Sends and receives are their own actions.
+// before it alternates one forward, one backward. Sends and receives are their own actions. A tower on the worker of stage 0 hands
+// its features over in memory: no SF, RF, SH, RH there, VF(m) stands right before 0F(m) and VB(m) right after 0B(m).
+// Backwards of a chunk always stand in the order of their microbatches: it is the order in which gradients are added.
 absl::StatusOr<Schedule> MakeSchedule(const ScheduleOptions& options);
 
-// Proves that the schedule is complete (every microbatch passes every chunk once forward and once backward, sends and receives
-// pair up in the same order on both ends of every edge) and free of deadlock when every send waits for its receive (rendezvous).
-// INVALID_ARGUMENT names the worker and the action.
+// Proves that the schedule is complete (every microbatch passes every chunk once forward and once backward, backwards in the order of
+// their microbatches, sends and receives pair up in the same order on both ends of every edge, the report is last) and free of
+// deadlock when every send waits for its receive: rendezvous with no buffer at all, nothing posted ahead. The executor's edges read
+// ahead and send behind, so what runs without buffers runs with them. INVALID_ARGUMENT names the worker and the action.
 absl::Status ValidateSchedule(const Schedule& schedule);
 
 }  // namespace moonpipe
