@@ -25,9 +25,9 @@ const bool kPinned = [] {
 
 }  // namespace
 
-void PinArithmetic() {
+void PinArithmetic(int threads) {
   TORCH_CHECK(kPinned);
-  at::set_num_threads(2);
+  at::set_num_threads(threads);
   at::globalContext().setDeterministicAlgorithms(true, false);
   at::globalContext().setDeterministicFillUninitializedMemory(false);
 }

@@ -17,8 +17,9 @@
 
 namespace moonpipe::testing {
 
-// Arithmetic as in production: pinned kernels, deterministic algorithms, two threads. Construct before the first torch call.
-void PinArithmetic();
+// Arithmetic as in production: pinned kernels, deterministic algorithms. One thread unless a test is about threads: on a busy machine
+// two spin at every barrier.
+void PinArithmetic(int threads = 1);
 
 PartRange WholeModel(const ModelConfig& config);
 

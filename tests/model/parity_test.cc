@@ -167,7 +167,9 @@ TEST_P(ParityTest, FiveAdamWStepsGiveTheLossesOfTheReference) {
 INSTANTIATE_TEST_SUITE_P(Recorded, ParityTest,
                          ::testing::Values(std::pair("kimi_vl_a3b", "two_images"), std::pair("kimi_vl_a3b", "text_only"),
                                            std::pair("kimi_vl_a3b", "packed"), std::pair("moonlight", "padded"),
-                                           std::pair("moonlight", "packed")),
+                                           std::pair("moonlight", "packed"), std::pair("kimi_k2_5", "two_images"),
+                                           std::pair("kimi_k2_5", "text_only"), std::pair("kimi_k2_5", "video"),
+                                           std::pair("kimi_k2_5", "packed")),
                          [](const auto& instance) { return absl::StrCat(instance.param.first, "_", instance.param.second); });
 
 }  // namespace
