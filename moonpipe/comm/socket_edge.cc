@@ -23,6 +23,9 @@ namespace {
 // Checksumming and copying go hand in hand in pieces that stay in the second-level cache.
 constexpr size_t kPieceBytes = size_t{256} << 10;
 
+// Lets a Unix socket's writer run ahead while the reader checksums a piece.
+constexpr int kSocketBufferBytes = 1 << 20;
+
 absl::Status CheckOptions(const UniqueFd& socket, const SocketEdgeOptions& options) {
   if (!socket.valid()) return absl::InvalidArgumentError(absl::StrCat("edge ", options.name, ": the socket is not open"));
   if (options.capacity == 0) {
@@ -460,6 +463,11 @@ class SocketReceiveEdge : public ReceiveEdge {
 
 absl::StatusOr<std::unique_ptr<SendEdge>> MakeSocketSendEdge(UniqueFd socket, const SocketEdgeOptions& options) {
   MOONPIPE_RETURN_IF_ERROR(CheckOptions(socket, options));
+  if (options.transport == "unix") {
+    // The kernel grants less where its limit is lower. TCP sizes its buffers by itself, and better.
+    const int bytes = kSocketBufferBytes;
+    ::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
+  }
   auto edge = std::make_unique<SocketSendEdge>(std::move(socket), options);
   MOONPIPE_RETURN_IF_ERROR(edge->Start());
   return edge;
