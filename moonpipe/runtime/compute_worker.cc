@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -66,6 +67,9 @@ class PlanExecution {
   absl::StatusOr<worker::v1::ShardsSaved> Save(const SaveShards& save);
   // Ends every wait. Safe from any thread.
   void Abort(const absl::Status& reason);
+
+  // Counts a failure of communication.
+  void ObserveFailure(const absl::Status& status);
 
   const Plan& plan() const { return plan_; }
   StageExecutor::Position position() const { return executor_.has_value() ? executor_->position() : StageExecutor::Position(); }
@@ -306,6 +310,15 @@ void PlanExecution::ObserveStep(const RunStep& step, const StepReport& report) {
   pending_flops_ = step.decode() ? 0 : step.model_flops();
 }
 
+void PlanExecution::ObserveFailure(const absl::Status& status) {
+  if (!metrics_.has_value() || position().edge.empty()) return;
+  if (absl::IsAborted(status) || absl::IsCancelled(status)) {
+    metrics_->comm_aborts.Add();
+  } else {
+    metrics_->comm_errors(absl::AsciiStrToLower(absl::StatusCodeToString(status.code()))).Add();
+  }
+}
+
 absl::Status PlanExecution::Commit(const CommitStep& step) {
   return CatchTorch([&]() -> absl::Status {
     const absl::Time begin = absl::Now();
@@ -400,6 +413,7 @@ absl::Status ServeComputeWorker(const ComputeWorkerOptions& options) {
   // Shared with the interrupt, which may still run while a drained worker leaves.
   std::shared_ptr<PlanExecution> execution;
   auto fail = [&](const absl::Status& status) {
+    if (execution != nullptr) execution->ObserveFailure(status);
     client.Send(FailureEvent(status, execution == nullptr ? 0 : execution->plan().generation(),
                              execution == nullptr ? StageExecutor::Position() : execution->position()));
     return status;

@@ -303,6 +303,8 @@ absl::Status RunSession::CarryOutPlan() {
         return missing;
       }));
   metrics_.emplace(options_.metrics, job_.id);
+  // A counter begins at 0 with its process; steps of the run stay steps of the run.
+  metrics_->steps.Add(static_cast<double>(last_step_));
   metrics_->target_steps.Set(static_cast<double>(spec_.train().steps()));
   return absl::OkStatus();
 }
