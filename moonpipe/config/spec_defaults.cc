@@ -19,6 +19,7 @@ void ResolveDefaults(cluster::v1::TrainingRunSpec* spec) {
   DEFAULT_TO(data, too_long, "drop");
   DEFAULT_TO(data, max_patches, 4096);
   DEFAULT_TO(data, allow_outside_paths, false);
+  DEFAULT_TO(data, random_shift_pixels, 0u);
 
   auto* pipeline = spec->mutable_pipeline();
   DEFAULT_TO(pipeline, stages, 2);

@@ -1,6 +1,7 @@
 #include "moonpipe/data/step_source.h"
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <optional>
 #include <utility>
@@ -11,6 +12,7 @@
 #include "moonpipe/data/keyed_permutation.h"
 #include "moonpipe/data/microbatch.h"
 #include "moonpipe/data/packer.h"
+#include "moonpipe/data/picture_shift.h"
 #include "moonpipe/data/sample_loader.h"
 #include "moonpipe/data/utf8.h"
 
@@ -137,6 +139,7 @@ class PackedStepSource : public StepSource {
   // Appends one pack as a microbatch; the digest of its patches.
   absl::StatusOr<std::string> Append(const std::vector<uint64_t>& samples, Step& step) {
     std::vector<std::shared_ptr<const PreparedSample>> held;
+    std::deque<PicturePatches> shifted;  // grows without moving what documents point to
     std::vector<Document> documents;
     std::string digest;
     for (const uint64_t index : samples) {
@@ -146,7 +149,16 @@ class PackedStepSource : public StepSource {
                                                 sample->skip->detail, "; the data files must not change during a run"));
       }
       Document document{index, &sample->token_ids, &sample->labels, {}};
-      for (const PicturePatches& picture : sample->pictures) document.pictures.push_back(&picture);
+      for (size_t i = 0; i < sample->pictures.size(); ++i) {
+        const PictureShift shift = DrawShift(loader_->options().seed, packed_->epoch, index, i, loader_->options().random_shift_pixels);
+        if (shift == PictureShift()) {
+          document.pictures.push_back(&sample->pictures[i]);
+          continue;
+        }
+        shifted.push_back(ShiftPicture(sample->pictures[i], shift, loader_->options().patch_size));
+        document.pictures.push_back(&shifted.back());
+        digest += absl::StrCat("shift ", shift.right, " ", shift.down, " ");
+      }
       documents.push_back(std::move(document));
       digest += sample->patches_digest;
       held.push_back(std::move(sample));

@@ -38,6 +38,7 @@ struct StepSourceOptions {
   int32_t merge = 2;
   uint64_t seed = 0;
   bool allow_outside_paths = false;
+  uint32_t random_shift_pixels = 0;  // training pictures only
 };
 
 // Makes steps one after another. Deterministic: equal options and an equal cursor give equal bytes, in any process. Not safe for

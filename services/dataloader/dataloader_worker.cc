@@ -46,6 +46,7 @@ class DataPlan {
       options_.merge = static_cast<int32_t>(config.vision->merge_height);
     }
     options_.seed = spec.train().seed();
+    options_.random_shift_pixels = spec.data().random_shift_pixels();
     options_.allow_outside_paths = spec.data().allow_outside_paths();
     MOONPIPE_ASSIGN_OR_RETURN(source_, OpenStepSource(options_));
     service_->SetPlan(plan_);
