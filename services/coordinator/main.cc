@@ -22,6 +22,9 @@
 namespace moonpipe {
 namespace {
 
+// How long drained workers may take to leave.
+constexpr absl::Duration kLeave = absl::Seconds(5);
+
 absl::Status Serve(const ServiceFlags& flags, const std::string& runs_folder) {
   // Signals are taken on this thread alone, by sigwait below.
   sigset_t signals;
@@ -51,7 +54,7 @@ absl::Status Serve(const ServiceFlags& flags, const std::string& runs_folder) {
   std::atomic<bool> ending = false;
   uint64_t generation = 0;
   std::thread driver([&] {
-    const RunDriverOptions options{&hub, &runs, &registry, &generation};
+    const RunDriverOptions options{&hub, &runs, &registry, address, metrics->address(), &generation};
     while (!ending) {
       const auto job = runs.WaitForJob(absl::Now() + absl::Milliseconds(200));
       if (job.ok()) DriveRun(options, *job);
@@ -72,7 +75,7 @@ absl::Status Serve(const ServiceFlags& flags, const std::string& runs_folder) {
     if (!HasEnded(run.state())) (void)runs.Command(run.name(), RunCommand::kStop, "");
   }
   driver.join();
-  hub.Shutdown();
+  hub.Shutdown(kLeave);
   server->Shutdown(absl::Seconds(2));
   return status;
 }

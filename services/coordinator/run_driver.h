@@ -15,6 +15,9 @@ struct RunDriverOptions {
   WorkerHub* hub = nullptr;
   RunRegistry* runs = nullptr;
   MetricsRegistry* metrics = nullptr;
+  // Where the coordinator itself serves, for services.json.
+  std::string address;
+  std::string metrics_address;
   // Grows over the life of the coordinator; the driver counts it up with every plan.
   uint64_t* generation = nullptr;
 };

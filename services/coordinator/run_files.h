@@ -25,11 +25,29 @@ class MetricsLog {
   std::ofstream file_;
 };
 
+// One service of a run's plan, as services.json lists it.
+struct ServiceEntry {
+  std::string name;  // decoder-stage-0
+  std::string role;  // coordinator, dataloader, vision-encoder, decoder-stage
+  uint32_t ordinal = 0;
+  std::string address;
+  std::string metrics_address;
+  uint64_t pid = 0;
+};
+
+// What services.json says of a registered worker.
+ServiceEntry EntryOf(const worker::v1::Register& registration);
+
+// services.json: an array with one object a service.
+std::string ServicesToJson(const std::vector<ServiceEntry>& services);
+
 // Keeps the timings of the last steps and writes them as a Chrome trace with one row a service.
 class Trace {
  public:
   explicit Trace(size_t steps) : limit_(steps) {}
-  // `clock_offset` is the worker's clock minus ours.
+  // From the start of a step to its commit, as the coordinator sees it: a row of its own.
+  void AddStep(uint64_t step, absl::Time begin, absl::Time end);
+  // `clock_offset` is the worker's clock minus ours; `service` names the row.
   void Add(uint64_t step, const std::string& service, absl::Duration clock_offset, const worker::v1::StepReport& report);
   // The JSON text: complete events ("ph": "X") in microseconds, named by their action.
   std::string ToJson() const;
@@ -55,7 +73,6 @@ struct RunReport {
   double final_loss = 0;
   double mfu = -1;  // negative: unknown, written as null
   std::vector<cluster::v1::EvalResult> evals;
-  std::vector<std::vector<std::string>> eval_references;  // beside evals
   std::string ToJson() const;
 };
 

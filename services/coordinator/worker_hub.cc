@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "moonpipe/base/logging.h"
+#include "moonpipe/runtime/rpc_error.h"
 
 namespace moonpipe {
 
@@ -29,10 +30,16 @@ std::string RoleName(common::v1::WorkerRole role, uint32_t ordinal) {
   }
 }
 
+absl::Status EndingError() {
+  return RpcError(absl::StatusCode::kUnavailable, "the coordinator is ending", "COORDINATOR_ENDING");
+}
+
 }  // namespace
 
+std::string WorkerInfo::ShortName() const { return RoleName(registration.role(), registration.ordinal()); }
+
 std::string WorkerInfo::ToString() const {
-  return absl::StrCat(RoleName(registration.role(), registration.ordinal()), " (worker ", id, ", pid ",
+  return absl::StrCat(ShortName(), " (worker ", id, ", pid ",
                       registration.process_id(), registration.host().empty() ? "" : " on ", registration.host(), ")");
 }
 
@@ -77,12 +84,13 @@ class WorkerHub::Stream : public grpc::ServerBidiReactor<ConnectRequest, Connect
     }
     if (worker_ == 0) {
       if (!incoming_.has_register_()) {
-        End(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "the first message of a worker must be Register"));
+        End(ToGrpcStatus(RpcError(absl::StatusCode::kInvalidArgument, "the first message of a worker must be Register",
+                                  "NOT_REGISTERED")));
         return;
       }
       absl::StatusOr<uint32_t> worker = hub_->Register(this, incoming_.register_());
       if (!worker.ok()) {
-        End(grpc::Status(static_cast<grpc::StatusCode>(worker.status().code()), std::string(worker.status().message())));
+        End(ToGrpcStatus(worker.status()));
         return;
       }
       worker_ = *worker;
@@ -120,21 +128,23 @@ grpc::ServerBidiReactor<ConnectRequest, ConnectResponse>* WorkerHub::Connect(grp
 
 absl::StatusOr<uint32_t> WorkerHub::Register(Stream* stream, const worker::v1::Register& registration) {
   absl::MutexLock lock(&mutex_);
-  if (shut_down_) return absl::UnavailableError("the coordinator is ending");
+  if (shut_down_) return EndingError();
   if (registration.role() == common::v1::WORKER_ROLE_UNSPECIFIED) {
-    return absl::InvalidArgumentError("Register names no role");
+    return RpcError(absl::StatusCode::kInvalidArgument, "Register names no role", "ROLE_MISSING");
   }
   if (registration.proto_digest() != options_.proto_digest) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(RoleName(registration.role(), registration.ordinal()), " was built from other protos (digest ",
-                     registration.proto_digest().substr(0, 12), ") than the coordinator (", options_.proto_digest.substr(0, 12),
-                     "); run services of one build"));
+    const std::string theirs = registration.proto_digest().substr(0, 12), ours = options_.proto_digest.substr(0, 12);
+    return RpcError(absl::StatusCode::kFailedPrecondition,
+                    absl::StrCat(RoleName(registration.role(), registration.ordinal()), " was built from other protos (digest ",
+                                 theirs, ") than the coordinator (", ours, "); run services of one build"),
+                    "PROTO_DIGEST_MISMATCH", {{"worker_digest", theirs}, {"coordinator_digest", ours}});
   }
   for (const auto& [id, entry] : workers_) {
     if (entry.info.registration.role() == registration.role() &&
         entry.info.registration.ordinal() == registration.ordinal()) {
-      return absl::AlreadyExistsError(absl::StrCat("there is a ", entry.info.ToString(),
-                                                   " already; give the second one another --ordinal"));
+      return RpcError(absl::StatusCode::kAlreadyExists,
+                      absl::StrCat("there is a ", entry.info.ToString(), " already; give the second one another --ordinal"),
+                      "WORKER_PLACE_TAKEN", {{"worker", entry.info.ToString()}});
     }
   }
   Entry entry;
@@ -249,12 +259,17 @@ void WorkerHub::BeginGeneration(uint64_t generation) {
   waiters_.clear();
 }
 
-void WorkerHub::Shutdown() {
+void WorkerHub::Shutdown(absl::Duration grace) {
   absl::MutexLock lock(&mutex_);
   shut_down_ = true;
-  for (auto& [id, entry] : workers_) {
-    entry.stream->End(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the coordinator is ending"));
+  if (grace > absl::ZeroDuration()) {
+    ConnectResponse drain;
+    drain.mutable_drain()->set_reason(std::string(EndingError().message()));
+    for (auto& [id, entry] : workers_) entry.stream->Send(drain);
+    auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return workers_.empty(); };
+    mutex_.AwaitWithTimeout(absl::Condition(&empty), grace);
   }
+  for (auto& [id, entry] : workers_) entry.stream->End(ToGrpcStatus(EndingError()));
 }
 
 }  // namespace moonpipe

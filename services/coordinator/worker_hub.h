@@ -28,6 +28,8 @@ struct WorkerInfo {
   // Its clock minus ours at the last heartbeat.
   absl::Duration clock_offset;
 
+  // "decoder stage 1"
+  std::string ShortName() const;
   // "decoder stage 1 (worker 3, pid 4711)"
   std::string ToString() const;
 };
@@ -62,8 +64,9 @@ class WorkerHub : public worker::v1::WorkerService::CallbackService {
   std::vector<WorkerInfo> Workers() const;
   // Forgets the rendezvous keys of older generations and refuses them from now on.
   void BeginGeneration(uint64_t generation);
-  // Ends every stream; new workers are refused. For the end of the process.
-  void Shutdown();
+  // Refuses new workers, drains those that are there and waits for them to leave, then ends the streams of those that stayed. For the
+  // end of the process.
+  void Shutdown(absl::Duration grace = absl::ZeroDuration());
 
  private:
   class Stream;
