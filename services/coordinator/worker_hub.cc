@@ -1,5 +1,6 @@
 #include "services/coordinator/worker_hub.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -16,6 +17,10 @@ namespace {
 
 // A worker sends a handful of events a step; a full queue means that the run's thread is stuck, and then the worker is dropped.
 constexpr size_t kEventCapacity = 1 << 16;
+
+// A heartbeat's way makes the worker's clock look late, never early: the largest offset is the truest, as long as clocks do not drift.
+// Cheap clocks drift by less than this.
+constexpr double kClockDrift = 1e-4;
 
 std::string RoleName(common::v1::WorkerRole role, uint32_t ordinal) {
   switch (role) {
@@ -173,11 +178,15 @@ void WorkerHub::Handle(uint32_t worker, ConnectRequest message) {
     auto entry = workers_.find(worker);
     if (entry == workers_.end()) return;
     WorkerInfo& info = entry->second.info;
-    info.last_heard = absl::Now();
+    const absl::Time now = absl::Now();
+    info.last_heard = now;
     if (message.has_heartbeat()) {
       info.activity = message.heartbeat().activity();
       info.waiting_for = message.heartbeat().waiting_for();
-      info.clock_offset = absl::FromUnixMicros(message.heartbeat().clock_us()) - info.last_heard;
+      const absl::Duration offset = absl::FromUnixMicros(message.heartbeat().clock_us()) - now;
+      const absl::Duration sunk = info.clock_offset - (now - info.last_heartbeat) * kClockDrift;
+      info.clock_offset = info.last_heartbeat == absl::InfinitePast() ? offset : std::max(offset, sunk);
+      info.last_heartbeat = now;
       ConnectResponse reply;
       reply.mutable_heartbeat();
       entry->second.stream->Send(std::move(reply));

@@ -25,8 +25,9 @@ struct WorkerInfo {
   absl::Time last_heard;
   std::string activity;
   std::string waiting_for;
-  // Its clock minus ours at the last heartbeat.
+  // Its clock minus ours, by the fastest of its last heartbeats.
   absl::Duration clock_offset;
+  absl::Time last_heartbeat = absl::InfinitePast();
 
   // "decoder stage 1"
   std::string ShortName() const;

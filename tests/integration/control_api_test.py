@@ -48,33 +48,33 @@ class ControlApi(Case):
     def test_02_create_names_every_bad_field(self):
         good = self.call("GetTrainingRun", {"name": RUN})["spec"]
         bad = {**good, "pipeline": {**good["pipeline"], "schedule": "1f2b", "microbatches": 0}}
-        message, details = self.fails("CreateTrainingRun", {"spec": bad, "trainingRunId": "X", "validateOnly": True}, "InvalidArgument", "INVALID_SPEC")
-        fields = {violation["field"] for violation in details["BadRequest"]["fieldViolations"]}
+        message, details = self.fails("CreateTrainingRun", {"spec": bad, "training_run_id": "X", "validate_only": True}, "InvalidArgument", "INVALID_SPEC")
+        fields = {violation["field"] for violation in details["BadRequest"]["field_violations"]}
         self.assertEqual(fields, {"training_run_id", "spec.pipeline.schedule", "spec.pipeline.microbatches"}, message)
         self.assertEqual(details["ErrorInfo"]["metadata"], {"violations": "3"})
 
     def test_03_create_refuses_a_second_run_and_a_taken_id(self):
         spec = self.call("GetTrainingRun", {"name": RUN})["spec"]
         # One run at a time: even the dry run says so.
-        _, details = self.fails("CreateTrainingRun", {"spec": spec, "trainingRunId": "another", "validateOnly": True},
+        _, details = self.fails("CreateTrainingRun", {"spec": spec, "training_run_id": "another", "validate_only": True},
                                 "FailedPrecondition", "ANOTHER_RUN_ACTIVE")
         self.assertEqual(details["ErrorInfo"]["metadata"]["active_run"], "tiny-run")
         self.assertEqual(details["PreconditionFailure"]["violations"][0]["subject"], RUN)
-        self.fails("CreateTrainingRun", {"spec": spec, "trainingRunId": "tiny-run"}, "AlreadyExists", "RUN_ALREADY_EXISTS")
+        self.fails("CreateTrainingRun", {"spec": spec, "training_run_id": "tiny-run"}, "AlreadyExists", "RUN_ALREADY_EXISTS")
 
     def test_04_get_and_list(self):
         run = self.call("GetTrainingRun", {"name": RUN})
         self.assertEqual((run["name"], run["state"], run["folder"]), (RUN, "STATE_RUNNING", self.training.folder))
-        self.assertIn("decoder stage 1", run["planSummary"])
-        self.assertEqual([r["name"] for r in self.call("ListTrainingRuns", {"pageSize": 1})["trainingRuns"]], [RUN])
+        self.assertIn("decoder stage 1", run["plan_summary"])
+        self.assertEqual([r["name"] for r in self.call("ListTrainingRuns", {"page_size": 1})["training_runs"]], [RUN])
         _, details = self.fails("GetTrainingRun", {"name": "trainingRuns/nothing"}, "NotFound", "RUN_NOT_FOUND")
-        self.assertEqual(details["ResourceInfo"]["resourceName"], "trainingRuns/nothing")
-        self.fails("ListTrainingRuns", {"pageToken": "x"}, "InvalidArgument", "INVALID_PAGE_TOKEN")
-        self.fails("ListTrainingRuns", {"pageSize": -1}, "InvalidArgument", "INVALID_PAGE_SIZE")
+        self.assertEqual(details["ResourceInfo"]["resource_name"], "trainingRuns/nothing")
+        self.fails("ListTrainingRuns", {"page_token": "x"}, "InvalidArgument", "INVALID_PAGE_TOKEN")
+        self.fails("ListTrainingRuns", {"page_size": -1}, "InvalidArgument", "INVALID_PAGE_SIZE")
 
     def test_05_watch_begins_after_a_step(self):
         lines = self.training.await_step(3)
-        events = self.grpc.stream(CLUSTER + "WatchTrainingRun", {"name": RUN, "afterStep": 2}, seconds=2)
+        events = self.grpc.stream(CLUSTER + "WatchTrainingRun", {"name": RUN, "after_step": 2}, seconds=2)
         self.methods.add("WatchTrainingRun")
         steps = [event["step"] for event in events if "step" in event]
         self.assertEqual([int(step["step"]) for step in steps], list(range(3, 3 + len(steps))))
@@ -83,8 +83,8 @@ class ControlApi(Case):
         self.fails("WatchTrainingRun", {"name": "trainingRuns/nothing"}, "NotFound", "RUN_NOT_FOUND")
 
     def test_06_save_while_running(self):
-        first = self.call("SaveCheckpoint", {"parent": RUN, "requestId": "6cf0d2b3-8a29-4a11-8a4e-3e8e7d0b8d01"})
-        again = self.call("SaveCheckpoint", {"parent": RUN, "requestId": "6cf0d2b3-8a29-4a11-8a4e-3e8e7d0b8d01"})
+        first = self.call("SaveCheckpoint", {"parent": RUN, "request_id": "6cf0d2b3-8a29-4a11-8a4e-3e8e7d0b8d01"})
+        again = self.call("SaveCheckpoint", {"parent": RUN, "request_id": "6cf0d2b3-8a29-4a11-8a4e-3e8e7d0b8d01"})
         self.assertEqual(again["name"], first["name"])
         self.assertRegex(first["name"], RUN + r"/checkpoints/step-\d{8}$")
 
@@ -95,7 +95,7 @@ class ControlApi(Case):
         checkpoint = wait_for("the checkpoint is ready", ready)
         self.assertTrue(os.path.exists(os.path.join(checkpoint["path"], "moonpipe.manifest.json")))
         size = sum(entry.stat().st_size for entry in os.scandir(checkpoint["path"]))
-        self.assertEqual(int(checkpoint["sizeBytes"]), size)
+        self.assertEqual(int(checkpoint["size_bytes"]), size)
         self.fails("SaveCheckpoint", {"parent": "trainingRuns/nothing"}, "NotFound", "RUN_NOT_FOUND")
         self.fails("GetCheckpoint", {"name": RUN + "/checkpoints/step-99999999"}, "NotFound", "CHECKPOINT_NOT_FOUND")
 
@@ -117,8 +117,8 @@ class ControlApi(Case):
         self.training.await_step(int(paused["step"]) + 1)
 
     def test_08_list_checkpoints_in_pages_and_forget_removed_ones(self):
-        first = self.call("ListCheckpoints", {"parent": RUN, "pageSize": 1})
-        second = self.call("ListCheckpoints", {"parent": RUN, "pageSize": 1, "pageToken": first["nextPageToken"]})
+        first = self.call("ListCheckpoints", {"parent": RUN, "page_size": 1})
+        second = self.call("ListCheckpoints", {"parent": RUN, "page_size": 1, "page_token": first["next_page_token"]})
         steps = [int(page["checkpoints"][0]["step"]) for page in (first, second)]
         self.assertEqual(steps, sorted(steps, reverse=True))
         for _ in range(3):

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import unittest
 
-from cluster import PROGRAMS, Case, Grpcurl, Process, TOOLS, metrics_lines, services_by_hand, wait_for, write_run_file
+from cluster import PROGRAMS, Case, Grpcurl, Process, TOOLS, metrics_lines, read, services_by_hand, wait_for, write_run_file
 
 
 class ByHand(Case):
@@ -21,7 +21,10 @@ class ByHand(Case):
         wait_for(state, lambda: state in self.command(address, "status", "by-hand"))
 
     def await_step(self, folder, step):
-        wait_for(f"step {step}", lambda: any(line["step"] >= step for line in metrics_lines(os.path.join(folder, "runs", "by-hand"))))
+        def look():
+            self.assertNotIn("run by-hand failed", read(os.path.join(folder, "coordinator.log")))
+            return any(line["step"] >= step for line in metrics_lines(os.path.join(folder, "runs", "by-hand")))
+        wait_for(f"step {step}", look)
 
     def all_left(self, processes, but=()):
         return {name: process.end() for name, process in processes.items() if name not in but}
@@ -32,7 +35,7 @@ class ByHand(Case):
             self.assertEqual(self.command(address, "status"), "no runs\n")
             self.assertEqual(self.command(address, "submit", run_file, "--id", "by-hand", "--validate-only"), "the run file is good\n")
             self.assertEqual(self.command(address, "status"), "no runs\n")
-            self.assertIn("train.steps", self.command(address, "submit", run_file, "--id", "by-hand", "--set", "train.stepz=1", fails=True))
+            self.assertIn("did you mean steps?", self.command(address, "submit", run_file, "--id", "by-hand", "--set", "train.stepz=1", fails=True))
             self.assertRegex(self.command(address, "submit", run_file, "--id", "by-hand"), "^trainingRuns/by-hand  PENDING  step 0 of 100000")
             watch = Process([os.path.join(PROGRAMS, "moonpipe"), "watch", "--coordinator", address, "by-hand", "--json"],
                             os.path.join(folder, "watch.log"))
@@ -98,9 +101,9 @@ class ByHand(Case):
             # The next coordinator finds the run's folder.
             with services_by_hand(stages=1, folder=folder) as (_, address, processes):
                 spec["train"]["steps"] = "100000"
-                request = {"spec": spec, "trainingRunId": "by-hand", "requestId": "8c0b2b5e-2a50-4a8c-9b38-b5a0c7a0e9f1"}
+                request = {"spec": spec, "training_run_id": "by-hand", "request_id": "8c0b2b5e-2a50-4a8c-9b38-b5a0c7a0e9f1"}
                 grpc = Grpcurl(address)
-                self.assertNotIn("uid", grpc.call(service + "CreateTrainingRun", {**request, "validateOnly": True}))
+                self.assertNotIn("uid", grpc.call(service + "CreateTrainingRun", {**request, "validate_only": True}))
                 first = grpc.call(service + "CreateTrainingRun", request)
                 self.assertEqual(grpc.call(service + "CreateTrainingRun", request)["uid"], first["uid"])
                 changed = {**request, "spec": {**spec, "train": {**spec["train"], "seed": "5"}}}
