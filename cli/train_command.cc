@@ -166,6 +166,18 @@ void PrintEvals(const TrainingRun& run, bool answers) {
   }
 }
 
+// "coordinator http://127.0.0.1:1234/metrics, ..." out of services.json.
+std::string MetricsPages(const std::string& folder) {
+  std::vector<std::string> pages;
+  const absl::StatusOr<std::string> text = ReadFile(folder + "/services.json");
+  const nlohmann::json services = nlohmann::json::parse(text.ok() ? *text : "[]", nullptr, /*allow_exceptions=*/false);
+  if (services.is_discarded()) return "";
+  for (const auto& service : services) {
+    pages.push_back(absl::StrCat(service.value("name", ""), " http://", service.value("metrics_address", ""), "/metrics"));
+  }
+  return absl::StrJoin(pages, ", ");
+}
+
 }  // namespace
 
 absl::Status TrainCommand(const TrainArguments& arguments) {
@@ -193,7 +205,7 @@ absl::Status TrainCommand(const TrainArguments& arguments) {
   std::cout << (ended.state() == TrainingRun::STATE_STOPPED ? "stopped" : "finished") << " at step " << ended.step() << " of "
             << run.spec.train().steps() << "\n"
             << "checkpoints  " << where << "/checkpoints\n"
-            << "metrics      " << where << "/metrics.jsonl, pages of the services in " << where << "/addresses\n"
+            << "metrics      " << where << "/metrics.jsonl; the pages while it ran: " << MetricsPages(where) << "\n"
             << "trace        " << where << "/trace.json  (open in ui.perfetto.dev or chrome://tracing)\n"
             << "logs         " << where << "/logs\n";
   if (ended.state() == TrainingRun::STATE_SUCCEEDED) std::cout << "report       " << where << "/report.json\n";

@@ -93,6 +93,7 @@ class RunSession {
   absl::Status ChooseStart();
   absl::Status AwaitWorkers();
   absl::Status CarryOutPlan();
+  absl::Status WriteServices() const;
   absl::StatusOr<TrainingRun::State> Train();
   absl::Status TakeStep(uint64_t step);
   absl::StatusOr<PublishManifest> AwaitManifest(uint64_t step);
@@ -275,8 +276,24 @@ absl::Status RunSession::AwaitWorkers() {
   }
 }
 
+absl::Status RunSession::WriteServices() const {
+  std::vector<ServiceEntry> services = {options_.self};
+  auto add = [&](const std::string& name, uint32_t worker) {
+    for (const WorkerInfo& member : pool_->members()) {
+      if (member.id != worker) continue;
+      const worker::v1::Register& registration = member.registration;
+      services.push_back({name, registration.address(), registration.metrics_address(), registration.host(), registration.process_id()});
+    }
+  };
+  add("dataloader", plan_.dataloader);
+  if (plan_.encoder.has_value()) add("vision-encoder", *plan_.encoder);
+  for (size_t stage = 0; stage < plan_.stages.size(); ++stage) add(absl::StrCat("decoder-stage-", stage), plan_.stages[stage]);
+  return WriteFileAtomically(folder_ + "/services.json", ServicesJson(services));
+}
+
 absl::Status RunSession::CarryOutPlan() {
   MOONPIPE_RETURN_IF_ERROR(AwaitWorkers());
+  MOONPIPE_RETURN_IF_ERROR(WriteServices());
   options_.hub->BeginGeneration(generation_);
   SetState(TrainingRun::STATE_STARTING);
   for (const auto& [worker, plan] : plan_.plans) {

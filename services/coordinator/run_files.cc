@@ -11,6 +11,18 @@ namespace moonpipe {
 
 using nlohmann::ordered_json;
 
+std::string ServicesJson(const std::vector<ServiceEntry>& services) {
+  ordered_json list = ordered_json::array();
+  for (const ServiceEntry& service : services) {
+    list.push_back({{"name", service.name},
+                    {"address", service.address},
+                    {"metrics_address", service.metrics_address},
+                    {"host", service.host},
+                    {"pid", service.process_id}});
+  }
+  return list.dump(2) + "\n";
+}
+
 void MetricsLog::Append(const cluster::v1::StepEvent& step) {
   ordered_json line;
   line["step"] = step.step();

@@ -1,5 +1,5 @@
-// What a run leaves in its folder beside journal and checkpoints: one line a step in metrics.jsonl, a trace of its last steps for
-// chrome://tracing and Perfetto, and the report.
+// What a run leaves in its folder beside journal and checkpoints: who serves it in services.json, one line a step in metrics.jsonl, a
+// trace of its last steps for chrome://tracing and Perfetto, and the report.
 #pragma once
 
 #include <deque>
@@ -14,6 +14,17 @@
 #include "moonpipe/worker/v1/worker_service.pb.h"
 
 namespace moonpipe {
+
+// A process that has a part in the run.
+struct ServiceEntry {
+  std::string name;             // coordinator, dataloader, vision-encoder, decoder-stage-0
+  std::string address;          // host:port of its gRPC services
+  std::string metrics_address;  // host:port of its metrics page
+  std::string host;
+  uint64_t process_id = 0;
+};
+// services.json: an array of objects with the fields above, `pid` for the last.
+std::string ServicesJson(const std::vector<ServiceEntry>& services);
 
 // Appends one JSON object a step.
 class MetricsLog {
