@@ -375,7 +375,8 @@ absl::StatusOr<worker::v1::ShardsSaved> PlanExecution::Save(const SaveShards& sa
     worker::v1::ShardsSaved saved;
     saved.set_generation(save.generation());
     saved.set_step(save.step());
-    auto write = [&](const char* kind, const std::vector<StoredTensor>& tensors) -> absl::Status {
+    // Only weights are named: they make up the index, which must list nothing else.
+    auto write = [&](const std::string& kind, const std::vector<StoredTensor>& tensors) -> absl::Status {
       const std::string name = absl::StrFormat("%s-%05d-of-%05d.safetensors", kind, save.shard(), save.shards());
       const std::string path = save.folder() + "/" + name;
       MOONPIPE_ASSIGN_OR_RETURN(const uint64_t bytes,
@@ -386,7 +387,7 @@ absl::StatusOr<worker::v1::ShardsSaved> PlanExecution::Save(const SaveShards& sa
       MOONPIPE_ASSIGN_OR_RETURN(*file->mutable_sha256(), Sha256HexOfFile(path));
       uint64_t tensor_bytes = 0;
       for (const StoredTensor& tensor : tensors) {
-        file->add_tensors(tensor.name);
+        if (kind == "model") file->add_tensors(tensor.name);
         tensor_bytes += tensor.num_bytes();
       }
       file->set_tensor_bytes(tensor_bytes);

@@ -1,6 +1,8 @@
 #include <signal.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <array>
 #include <atomic>
 #include <memory>
 #include <thread>
@@ -54,7 +56,10 @@ absl::Status Serve(const ServiceFlags& flags, const std::string& runs_folder) {
   std::atomic<bool> ending = false;
   uint64_t generation = 0;
   std::thread driver([&] {
-    const RunDriverOptions options{&hub, &runs, &registry, address, metrics->address(), &generation};
+    std::array<char, 256> host{};
+    (void)::gethostname(host.data(), host.size() - 1);
+    const RunDriverOptions options{&hub, &runs, &registry, &generation,
+                                   ServiceEntry{"coordinator", "coordinator", 0, address, metrics->address(), host.data(), static_cast<uint64_t>(::getpid())}};
     while (!ending) {
       const auto job = runs.WaitForJob(absl::Now() + absl::Milliseconds(200));
       if (job.ok()) DriveRun(options, *job);

@@ -1,7 +1,5 @@
 #include "services/coordinator/run_driver.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
@@ -288,8 +286,25 @@ absl::Status RunSession::AwaitWorkers() {
   }
 }
 
+absl::Status RunSession::WriteServices() const {
+  std::vector<ServiceEntry> services = {options_.self};
+  auto add = [&](const std::string& role, uint32_t ordinal, uint32_t worker) {
+    const std::string name = role == "decoder-stage" ? absl::StrCat(role, "-", ordinal) : role;
+    for (const WorkerInfo& member : pool_->members()) {
+      if (member.id != worker) continue;
+      const worker::v1::Register& registration = member.registration;
+      services.push_back({name, role, ordinal, registration.address(), registration.metrics_address(), registration.host(), registration.process_id()});
+    }
+  };
+  add("dataloader", 0, plan_.dataloader);
+  if (plan_.encoder.has_value()) add("vision-encoder", 0, *plan_.encoder);
+  for (uint32_t stage = 0; stage < plan_.stages.size(); ++stage) add("decoder-stage", stage, plan_.stages[stage]);
+  return WriteFileAtomically(folder_ + "/services.json", ServicesJson(services));
+}
+
 absl::Status RunSession::CarryOutPlan() {
   MOONPIPE_RETURN_IF_ERROR(AwaitWorkers());
+  MOONPIPE_RETURN_IF_ERROR(WriteServices());
   options_.hub->BeginGeneration(generation_);
   SetState(TrainingRun::STATE_STARTING);
   for (const auto& [worker, plan] : plan_.plans) {
@@ -297,7 +312,6 @@ absl::Status RunSession::CarryOutPlan() {
     *command.mutable_plan() = plan;
     pool_->Send(worker, std::move(command));
   }
-  MOONPIPE_RETURN_IF_ERROR(WriteServices());
   for (const WorkerInfo& member : pool_->members()) {
     if (!Computes(member)) continue;
     const double peak = member.registration.peak_flops_per_second();
@@ -322,16 +336,6 @@ absl::Status RunSession::CarryOutPlan() {
   for (size_t stage = 0; stage < plan_.stages.size(); ++stage) metrics_->stage_restarts(absl::StrCat(stage), "restarted");
   metrics_->target_steps.Set(static_cast<double>(spec_.train().steps()));
   return absl::OkStatus();
-}
-
-absl::Status RunSession::WriteServices() const {
-  std::vector<ServiceEntry> services;
-  services.push_back({"coordinator", "coordinator", 0, options_.address, options_.metrics_address, static_cast<uint64_t>(::getpid())});
-  for (const WorkerInfo& member : pool_->members()) services.push_back(EntryOf(member.registration));
-  std::sort(services.begin() + 1, services.end(), [](const ServiceEntry& a, const ServiceEntry& b) {
-    return std::pair(a.role, a.ordinal) < std::pair(b.role, b.ordinal);
-  });
-  return WriteFileAtomically(folder_ + "/services.json", ServicesToJson(services));
 }
 
 absl::Status RunSession::CheckStop() {

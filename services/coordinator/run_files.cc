@@ -45,6 +45,20 @@ std::string Category(const std::string& service, const std::string& name) {
 
 }  // namespace
 
+std::string ServicesJson(const std::vector<ServiceEntry>& services) {
+  ordered_json list = ordered_json::array();
+  for (const ServiceEntry& service : services) {
+    list.push_back({{"name", service.name},
+                    {"role", service.role},
+                    {"ordinal", service.ordinal},
+                    {"address", service.address},
+                    {"metrics_address", service.metrics_address},
+                    {"host", service.host},
+                    {"pid", service.process_id}});
+  }
+  return list.dump(2) + "\n";
+}
+
 void MetricsLog::Append(const cluster::v1::StepEvent& step) {
   ordered_json line;
   line["step"] = step.step();
@@ -62,42 +76,6 @@ void MetricsLog::Append(const cluster::v1::StepEvent& step) {
   line["peak_memory_bytes"] = step.peak_memory_bytes();
   if (!step.skip_reason().empty()) line["skip_reason"] = step.skip_reason();
   file_ << line.dump() << '\n' << std::flush;
-}
-
-ServiceEntry EntryOf(const worker::v1::Register& registration) {
-  ServiceEntry entry;
-  switch (registration.role()) {
-    case common::v1::WORKER_ROLE_DATALOADER:
-      entry.role = "dataloader";
-      break;
-    case common::v1::WORKER_ROLE_VISION_ENCODER:
-      entry.role = "vision-encoder";
-      break;
-    default:
-      entry.role = "decoder-stage";
-      break;
-  }
-  entry.ordinal = registration.ordinal();
-  entry.name = entry.role;
-  // A run has as many stages as the plan says, and one of the others unless somebody numbers them.
-  if (entry.role == "decoder-stage" || entry.ordinal > 0) absl::StrAppend(&entry.name, "-", entry.ordinal);
-  entry.address = registration.address();
-  entry.metrics_address = registration.metrics_address();
-  entry.pid = registration.process_id();
-  return entry;
-}
-
-std::string ServicesToJson(const std::vector<ServiceEntry>& services) {
-  ordered_json list = ordered_json::array();
-  for (const ServiceEntry& service : services) {
-    list.push_back({{"name", service.name},
-                    {"role", service.role},
-                    {"ordinal", service.ordinal},
-                    {"address", service.address},
-                    {"metrics_address", service.metrics_address},
-                    {"pid", service.pid}});
-  }
-  return list.dump(2) + "\n";
 }
 
 void Trace::AddStep(uint64_t step, absl::Time begin, absl::Time end) {

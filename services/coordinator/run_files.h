@@ -1,5 +1,5 @@
-// What a run leaves in its folder beside journal and checkpoints: one line a step in metrics.jsonl, a trace of its last steps for
-// chrome://tracing and Perfetto, and the report.
+// What a run leaves in its folder beside journal and checkpoints: who serves it in services.json, one line a step in metrics.jsonl, a
+// trace of its last steps for chrome://tracing and Perfetto, and the report.
 #pragma once
 
 #include <deque>
@@ -15,6 +15,19 @@
 
 namespace moonpipe {
 
+// A process that has a part in the run.
+struct ServiceEntry {
+  std::string name;      // coordinator, dataloader, vision-encoder, decoder-stage-0
+  std::string role;      // the same without the stage's number
+  uint32_t ordinal = 0;  // the stage's number
+  std::string address;          // host:port of its gRPC services
+  std::string metrics_address;  // host:port of its metrics page
+  std::string host;
+  uint64_t process_id = 0;
+};
+// services.json: an array of objects with the fields above, `pid` for the last.
+std::string ServicesJson(const std::vector<ServiceEntry>& services);
+
 // Appends one JSON object a step.
 class MetricsLog {
  public:
@@ -24,22 +37,6 @@ class MetricsLog {
  private:
   std::ofstream file_;
 };
-
-// One service of a run's plan, as services.json lists it.
-struct ServiceEntry {
-  std::string name;  // decoder-stage-0
-  std::string role;  // coordinator, dataloader, vision-encoder, decoder-stage
-  uint32_t ordinal = 0;
-  std::string address;
-  std::string metrics_address;
-  uint64_t pid = 0;
-};
-
-// What services.json says of a registered worker.
-ServiceEntry EntryOf(const worker::v1::Register& registration);
-
-// services.json: an array with one object a service.
-std::string ServicesToJson(const std::vector<ServiceEntry>& services);
 
 // Keeps the timings of the last steps and writes them as a Chrome trace with one row a service.
 class Trace {

@@ -99,18 +99,10 @@ TEST(RunReportTest, HoldsAccuraciesBySetAndWhatTheControlsChanged) {
 TEST(RunReportTest, AnUnknownMfuIsNull) { EXPECT_TRUE(json::parse(RunReport().ToJson()).at("mfu").is_null()); }
 
 TEST(ServicesTest, NamesRolesAndAddresses) {
-  worker::v1::Register registration;
-  registration.set_role(common::v1::WORKER_ROLE_DECODER_STAGE);
-  registration.set_ordinal(1);
-  registration.set_address("127.0.0.1:1");
-  registration.set_metrics_address("127.0.0.1:2");
-  registration.set_process_id(42);
-  const json parsed = json::parse(ServicesToJson({EntryOf(registration)}));
-  EXPECT_EQ(parsed, json::parse(R"([{"name": "decoder-stage-1", "role": "decoder-stage", "ordinal": 1, "address": "127.0.0.1:1",
-                                     "metrics_address": "127.0.0.1:2", "pid": 42}])"));
-  registration.set_role(common::v1::WORKER_ROLE_VISION_ENCODER);
-  registration.set_ordinal(0);
-  EXPECT_EQ(EntryOf(registration).name, "vision-encoder");
+  const ServiceEntry stage{"decoder-stage-1", "decoder-stage", 1, "127.0.0.1:1", "127.0.0.1:2", "here", 42};
+  EXPECT_EQ(json::parse(ServicesJson({stage})),
+            json::parse(R"([{"name": "decoder-stage-1", "role": "decoder-stage", "ordinal": 1, "address": "127.0.0.1:1",
+                             "metrics_address": "127.0.0.1:2", "host": "here", "pid": 42}])"));
 }
 
 TEST(MetricsLogTest, AppendsOneWholeLineAStep) {
