@@ -100,7 +100,7 @@ void EmbeddedCluster::Kill() {
 
 std::vector<EmbeddedCluster::Service> EmbeddedCluster::services() const {
   std::vector<Service> services;
-  for (const auto& process : processes_) services.push_back({process->name(), process->pid(), ""});
+  for (const auto& process : processes_) services.push_back({process->name(), process->pid()});
   return services;
 }
 

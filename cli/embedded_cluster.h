@@ -41,7 +41,6 @@ class EmbeddedCluster {
   struct Service {
     std::string name;
     pid_t pid;
-    std::string metrics_address;
   };
   std::vector<Service> services() const;
 

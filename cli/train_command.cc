@@ -57,6 +57,17 @@ std::string ToId(absl::string_view text) {
 
 std::string Timestamp() { return absl::FormatTime("%Y%m%d-%H%M%S", absl::Now(), absl::LocalTimeZone()); }
 
+// Names and addresses of the metrics pages, from services.json; none where it cannot be read.
+std::vector<std::pair<std::string, std::string>> ReadMetricsPages(const std::string& run_folder) {
+  std::vector<std::pair<std::string, std::string>> pages;
+  const absl::StatusOr<std::string> text = ReadFile(run_folder + "/services.json");
+  if (!text.ok()) return pages;
+  const nlohmann::json services = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  if (!services.is_array()) return pages;
+  for (const auto& service : services) pages.emplace_back(service.value("name", ""), service.value("metrics_address", ""));
+  return pages;
+}
+
 struct EmbeddedRun {
   std::string runs_folder;
   std::string id;
@@ -98,6 +109,9 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
       last = event.training_run();
       if (!summary_printed && !last.plan_summary().empty() && !run.json) {
         printer.Line(last.plan_summary());
+        for (const auto& [name, address] : ReadMetricsPages(last.folder())) {
+          printer.Line(absl::StrFormat("metrics     %-16s http://%s/metrics", name, address));
+        }
         summary_printed = true;
       }
       return true;
@@ -119,7 +133,7 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
         client.CancelWatch();
         break;
       }
-      printer.Line("stopping after this step, with a checkpoint; Ctrl-C again stops at once");
+      std::cerr << "stopping after this step, with a checkpoint; Ctrl-C again stops at once" << std::endl;
       (void)client.Stop(RunName(run.id));
     }
     if (absl::Now() < next_look) continue;
@@ -193,7 +207,7 @@ absl::Status TrainCommand(const TrainArguments& arguments) {
   std::cout << (ended.state() == TrainingRun::STATE_STOPPED ? "stopped" : "finished") << " at step " << ended.step() << " of "
             << run.spec.train().steps() << "\n"
             << "checkpoints  " << where << "/checkpoints\n"
-            << "metrics      " << where << "/metrics.jsonl, pages of the services in " << where << "/addresses\n"
+            << "metrics      " << where << "/metrics.jsonl, pages of the services while they run: " << where << "/services.json\n"
             << "trace        " << where << "/trace.json  (open in ui.perfetto.dev or chrome://tracing)\n"
             << "logs         " << where << "/logs\n";
   if (ended.state() == TrainingRun::STATE_SUCCEEDED) std::cout << "report       " << where << "/report.json\n";

@@ -106,7 +106,7 @@ WorkerMetrics::WorkerMetrics(MetricsRegistry* registry, const std::string& run, 
   const MetricLabels run_label = {{"run", run}};
   dataloader_wait = registry->Histogram("moonpipe_dataloader_wait_seconds",
                                         "Wait of a worker for its view of a microbatch.", run_label, WaitBuckets());
-  vision_queue = registry->Histogram("moonpipe_vision_queue_seconds", "Wait between encoded features and their use.",
+  vision_queue = registry->Histogram("moonpipe_vision_queue_seconds", "Wait of the first stage for the features of a microbatch.",
                                      run_label, WaitBuckets());
   const auto microbatches = [&](const char* mode) {
     return registry->Counter("moonpipe_stage_microbatches_total", "Forward passes of a stage, by mode.",
@@ -118,8 +118,8 @@ WorkerMetrics::WorkerMetrics(MetricsRegistry* registry, const std::string& run, 
   expert_load_max_ratio =
       registry->Gauge("moonpipe_moe_expert_load_max_ratio", "Largest load of an expert over the mean load.", labels_);
   dropped_tokens = registry->Counter("moonpipe_moe_dropped_tokens_total", "Tokens that no expert took.", labels_);
-  vision_feature_bytes = registry->Counter("moonpipe_vision_feature_bytes_total",
-                                           "Bytes of projected features that were sent or received.", labels_);
+  // The usual reasons show as 0 from the start, so that increase() sees their first rise.
+  for (const char* reason : {"unavailable", "deadline_exceeded", "data_loss"}) comm_errors(reason);
   for (int i = 0; i < kStagePhases; ++i) {
     phases_[static_cast<size_t>(i)] =
         registry->Counter("moonpipe_stage_phase_seconds_total", "Time of a stage by phase.",
@@ -139,6 +139,11 @@ CounterHandle WorkerMetrics::comm_errors(const std::string& reason) const {
                             With(labels_, "reason", reason));
 }
 
+CounterHandle WorkerMetrics::vision_feature_bytes(const std::string& transport) const {
+  return registry_->Counter("moonpipe_vision_feature_bytes_total", "Bytes of projected features that were sent or received.",
+                            With(labels_, "transport", transport));
+}
+
 EdgeMetrics::EdgeMetrics(MetricsRegistry* registry, const std::string& run, const std::string& stage,
                          const std::string& edge, const std::string& direction, const std::string& transport) {
   const MetricLabels labels = {
@@ -147,8 +152,6 @@ EdgeMetrics::EdgeMetrics(MetricsRegistry* registry, const std::string& run, cons
                                     "Tensor bytes over an edge, frames not counted.", labels);
   frame_bytes = registry->Counter("moonpipe_edge_frame_bytes_total",
                                   "Bytes of frames over an edge, tensors not counted.", labels);
-  messages = registry->Counter("moonpipe_edge_messages_total", "Messages over an edge.", labels);
-  wait_seconds = registry->Counter("moonpipe_edge_wait_seconds_total", "Time of waiting for an edge.", labels);
 }
 
 DataloaderMetrics::DataloaderMetrics(MetricsRegistry* registry, const std::string& run)
@@ -187,7 +190,7 @@ void RpcServerMetrics::Observe(const std::string& service, const std::string& me
                                absl::Duration duration) const {
   registry_
       ->Histogram("moonpipe_rpc_server_duration_seconds", "Duration of finished calls.",
-                  {{"grpc_service", service}, {"grpc_method", method}, {"grpc_code", code}}, WaitBuckets())
+                  {{"service", service}, {"method", method}, {"code", code}}, WaitBuckets())
       .Observe(absl::ToDoubleSeconds(duration));
 }
 

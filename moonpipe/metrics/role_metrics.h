@@ -57,20 +57,19 @@ enum class MemoryKind { kAllocated, kReserved, kPeak };
 
 // A worker that computes: decoder stage or vision encoder.
 struct WorkerMetrics {
-  // `role` is decoder or vision; `device` the device's UUID, or "cpu".
+  // `role` is decoder-stage or vision-encoder; `device` the device's UUID, or "cpu".
   WorkerMetrics(MetricsRegistry* registry, const std::string& run, const std::string& stage, const std::string& role,
                 const std::string& device);
 
   CounterHandle model_flops;
   GaugeHandle device_peak;           // FLOP/s; leave it alone where the peak is not known.
   HistogramHandle dataloader_wait;   // From asking for a view of a microbatch to having it.
-  HistogramHandle vision_queue;      // Encoded features waiting to be taken, or the first stage waiting for them.
+  HistogramHandle vision_queue;      // The first stage's wait for the features of a microbatch.
   CounterHandle train_microbatches;  // moonpipe_stage_microbatches_total by mode: forward passes while training,
   CounterHandle eval_microbatches;   // and while answering held-out sets.
   CounterHandle comm_aborts;
   GaugeHandle expert_load_max_ratio;  // Largest load of an expert over the mean, over the layers of the stage.
   CounterHandle dropped_tokens;       // Tokens that no expert took.
-  CounterHandle vision_feature_bytes;
 
   const CounterHandle& phase(StagePhase phase) const { return phases_[static_cast<size_t>(phase)]; }
   void AddPhase(StagePhase phase, absl::Duration duration) const {
@@ -80,6 +79,8 @@ struct WorkerMetrics {
   void SetMemory(MemoryKind kind, double bytes);
   // `reason` is a status code's name in lower case: unavailable, deadline_exceeded, data_loss, aborted.
   CounterHandle comm_errors(const std::string& reason) const;
+  // Payload of the features' edge.
+  CounterHandle vision_feature_bytes(const std::string& transport) const;
 
  private:
   MetricsRegistry* registry_;
@@ -90,14 +91,12 @@ struct WorkerMetrics {
 
 // One end of one edge. Payload is tensor bytes and equals the theoretical count of a step; frames are counted apart.
 struct EdgeMetrics {
-  // `direction` is send or receive; `transport` nccl, unix, tcp or local.
+  // `direction` is send or recv; `transport` nccl, unix, tcp or local.
   EdgeMetrics(MetricsRegistry* registry, const std::string& run, const std::string& stage, const std::string& edge,
               const std::string& direction, const std::string& transport);
 
   CounterHandle payload_bytes;
   CounterHandle frame_bytes;
-  CounterHandle messages;
-  CounterHandle wait_seconds;
 };
 
 // The dataloader.

@@ -44,16 +44,22 @@ namespace {
 
 // Views of a microbatch are larger than control messages.
 constexpr int kMaxViewMessageBytes = 8 << 20;
+// The plan's name of the edge from the tower to the first stage.
+constexpr char kFeaturesEdge[] = "features";
 
 class ClientProvider : public MicrobatchProvider {
  public:
-  explicit ClientProvider(MicrobatchClient* client) : client_(client) {}
+  ClientProvider(MicrobatchClient* client, HistogramHandle wait) : client_(client), wait_(wait) {}
   absl::StatusOr<std::string> Take(uint32_t microbatch, data::v1::MicrobatchView view, absl::Time deadline) override {
-    return client_->Take(microbatch, view, deadline);
+    const absl::Time begin = absl::Now();
+    absl::StatusOr<std::string> taken = client_->Take(microbatch, view, deadline);
+    wait_.Observe(absl::ToDoubleSeconds(absl::Now() - begin));
+    return taken;
   }
 
  private:
   MicrobatchClient* const client_;
+  const HistogramHandle wait_;
 };
 
 // Everything that lives as long as one plan.
@@ -119,13 +125,20 @@ absl::Status PlanExecution::Start() {
   MOONPIPE_RETURN_IF_ERROR(ConnectEdges());
   const bool is_stage = plan_.role() == common::v1::WORKER_ROLE_DECODER_STAGE;
   const std::string stage = is_stage ? absl::StrCat(plan_.part().stage()) : "vision";
-  metrics_.emplace(options_.metrics, plan_.run(), stage, is_stage ? "decoder" : "vision", "cpu");
+  metrics_.emplace(options_.metrics, plan_.run(), stage, is_stage ? "decoder-stage" : "vision-encoder", "cpu");
   if (options_.peak_flops_per_second > 0) metrics_->device_peak.Set(options_.peak_flops_per_second);
   for (const auto& [name, edge] : edges_.senders) {
     edge_metrics_.emplace(name, EdgeMetrics(options_.metrics, plan_.run(), stage, name, "send", edge->transport()));
   }
   for (const auto& [name, edge] : edges_.receivers) {
-    edge_metrics_.emplace(name, EdgeMetrics(options_.metrics, plan_.run(), stage, name, "receive", edge->transport()));
+    edge_metrics_.emplace(name, EdgeMetrics(options_.metrics, plan_.run(), stage, name, "recv", edge->transport()));
+  }
+  // At 0 from the start, like every counter.
+  for (const auto& [name, edge] : edges_.senders) {
+    if (name == kFeaturesEdge) metrics_->vision_feature_bytes(std::string(edge->transport()));
+  }
+  for (const auto& [name, edge] : edges_.receivers) {
+    if (name == kFeaturesEdge) metrics_->vision_feature_bytes(std::string(edge->transport()));
   }
   StageExecutor::Options executor;
   executor.vision = vision_.get();
@@ -231,7 +244,7 @@ absl::StatusOr<StepReport> PlanExecution::Run(const RunStep& step) {
   step_begin_ = absl::Now();
   StepContext context;
   context.run = &step;
-  ClientProvider provider(data_.get());
+  ClientProvider provider(data_.get(), metrics_->dataloader_wait);
   context.provider = &provider;
   context.deadline = absl::Now() + absl::Seconds(plan_.spec().runtime().step_timeout_seconds());
   std::vector<MicrobatchClient::Wanted> wanted;
@@ -279,6 +292,10 @@ void PlanExecution::ObserveStep(const RunStep& step, const StepReport& report) {
       case ActionType::kReceiveFeatures:
       case ActionType::kReceiveFeatureGradient:
         phase = timing.waited() ? StagePhase::kBubble : StagePhase::kReceive;
+        // The first stage's wait for the tower; 0 where the features were there already.
+        if (action->type == ActionType::kReceiveFeatures) {
+          metrics_->vision_queue.Observe(timing.waited() ? absl::ToDoubleSeconds(duration) : 0);
+        }
         break;
       default:
         break;
@@ -295,7 +312,9 @@ void PlanExecution::ObserveStep(const RunStep& step, const StepReport& report) {
     const EdgeMetrics& metrics = edge_metrics_.at(edge.edge());
     metrics.payload_bytes.Add(static_cast<double>(edge.payload_bytes()));
     metrics.frame_bytes.Add(static_cast<double>(edge.frame_bytes()));
-    if (edge.edge() == "features") metrics_->vision_feature_bytes.Add(static_cast<double>(edge.payload_bytes()));
+    if (edge.edge() == kFeaturesEdge) {
+      metrics_->vision_feature_bytes(edge.transport()).Add(static_cast<double>(edge.payload_bytes()));
+    }
   }
   double ratio = 0;
   for (const auto& counts : report.expert_counts()) {
@@ -356,7 +375,8 @@ absl::StatusOr<worker::v1::ShardsSaved> PlanExecution::Save(const SaveShards& sa
     worker::v1::ShardsSaved saved;
     saved.set_generation(save.generation());
     saved.set_step(save.step());
-    auto write = [&](const char* kind, const std::vector<StoredTensor>& tensors) -> absl::Status {
+    // Only weights are named: they make up the index, which must list nothing else.
+    auto write = [&](const std::string& kind, const std::vector<StoredTensor>& tensors) -> absl::Status {
       const std::string name = absl::StrFormat("%s-%05d-of-%05d.safetensors", kind, save.shard(), save.shards());
       const std::string path = save.folder() + "/" + name;
       MOONPIPE_ASSIGN_OR_RETURN(const uint64_t bytes,
@@ -367,7 +387,7 @@ absl::StatusOr<worker::v1::ShardsSaved> PlanExecution::Save(const SaveShards& sa
       MOONPIPE_ASSIGN_OR_RETURN(*file->mutable_sha256(), Sha256HexOfFile(path));
       uint64_t tensor_bytes = 0;
       for (const StoredTensor& tensor : tensors) {
-        file->add_tensors(tensor.name);
+        if (kind == "model") file->add_tensors(tensor.name);
         tensor_bytes += tensor.num_bytes();
       }
       file->set_tensor_bytes(tensor_bytes);

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "grpc/health/v1/health.pb.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/impl/server_builder_option.h"
@@ -24,7 +25,8 @@
 namespace moonpipe {
 namespace {
 
-constexpr char kHealthService[] = "grpc.health.v1.Health";
+// gRPC serves Health without a descriptor; that this one is named keeps it in the program, where reflection finds it.
+const std::string& HealthService() { return grpc::health::v1::HealthCheckRequest::descriptor()->file()->service(0)->full_name(); }
 constexpr char kReflectionService[] = "grpc.reflection.v1alpha.ServerReflection";
 constexpr absl::Duration kDestructorGrace = absl::Seconds(1);
 constexpr int kKeepaliveMs = 30000;
@@ -162,7 +164,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const ServerOption
   std::unique_ptr<GrpcServer> handle(new GrpcServer);
 
   grpc::ServerBuilder builder;
-  std::set<std::string> known = {kHealthService, kReflectionService};
+  std::set<std::string> known = {HealthService(), kReflectionService};
   for (const ServedService& served : services) {
     builder.RegisterService(served.service);
     handle->service_names_.push_back(served.name);

@@ -68,13 +68,13 @@ class Watcher : public grpc::ServerWriteReactor<WatchTrainingRunResponse> {
     absl::MutexLock lock(&mutex_);
     if (writing_ || finished_) return;
     while (true) {
-      const absl::StatusOr<RunRegistry::Progress> progress = runs_->EventsAfter(name_, next_);
+      const absl::StatusOr<RunRegistry::Progress> progress = runs_->EventAt(name_, next_);
       if (!progress.ok()) return FinishLocked(ToGrpcStatus(progress.status()));
-      if (progress->events.empty()) {
+      if (progress->event == nullptr) {
         if (progress->ended) FinishLocked(grpc::Status::OK);
         return;
       }
-      current_ = progress->events.front();
+      current_ = progress->event;
       ++next_;
       if (current_->has_step() && current_->step().step() <= after_step_) continue;
       writing_ = true;
@@ -161,13 +161,8 @@ grpc::ServerUnaryReactor* ControlService::CreateTrainingRun(grpc::CallbackServer
   auto create = [&]() -> absl::StatusOr<TrainingRun> {
     TrainingRunSpec spec;
     if (absl::Status checked = CheckCreateRequest(*request, &spec); !checked.ok()) return checked;
-    if (request->validate_only()) {
-      TrainingRun run;
-      run.set_name(absl::StrCat("trainingRuns/", request->training_run_id()));
-      *run.mutable_spec() = spec;
-      return run;
-    }
-    return runs_->Create(request->training_run_id(), spec, request->request_id(), request->evaluate_only());
+    return runs_->Create(request->training_run_id(), spec, request->request_id(), request->evaluate_only(),
+                         request->validate_only());
   };
   return Answer(context, create(), response);
 }
@@ -214,7 +209,7 @@ grpc::ServerUnaryReactor* ControlService::StopTrainingRun(grpc::CallbackServerCo
 
 grpc::ServerUnaryReactor* ControlService::SaveCheckpoint(grpc::CallbackServerContext* context,
                                                          const SaveCheckpointRequest* request, Checkpoint* response) {
-  return Answer(context, runs_->RequestSave(request->parent()), response);
+  return Answer(context, runs_->RequestSave(request->parent(), request->request_id()), response);
 }
 
 grpc::ServerUnaryReactor* ControlService::GetCheckpoint(grpc::CallbackServerContext* context, const GetCheckpointRequest* request,

@@ -1,5 +1,7 @@
 #include "services/coordinator/edge_traffic.h"
 
+#include <algorithm>
+
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
@@ -31,6 +33,16 @@ std::map<std::string, uint64_t> ExpectedEdgeBytes(const ClusterPlan& plan,
 absl::Status CheckEdgeTraffic(const ClusterPlan& plan, const data::v1::StepManifest& manifest,
                               const ModelConfig& config, const std::map<uint32_t, worker::v1::StepReport>& reports) {
   const std::map<std::string, uint64_t> expected = ExpectedEdgeBytes(plan, manifest, config);
+  for (const auto& [worker, part] : plan.plans) {
+    const auto report = reports.find(worker);
+    for (const worker::v1::EdgePlan& edge : part.edges()) {
+      const bool counted = report != reports.end() && std::any_of(report->second.edges().begin(), report->second.edges().end(),
+                                                                  [&](const auto& bytes) { return bytes.edge() == edge.name(); });
+      if (counted) continue;
+      return absl::InternalError(absl::StrCat("worker ", worker, " did not count edge ", edge.name(), " in step ", manifest.step(),
+                                              ", the manifest demands ", expected.at(edge.name()), " bytes"));
+    }
+  }
   for (const auto& [worker, report] : reports) {
     for (const worker::v1::EdgeBytes& edge : report.edges()) {
       auto bytes = expected.find(edge.edge());

@@ -19,8 +19,8 @@ namespace moonpipe {
 std::map<std::string, uint64_t> ExpectedEdgeBytes(const ClusterPlan& plan,
                                                   const data::v1::StepManifest& manifest, const ModelConfig& config);
 
-// INTERNAL with edge and both numbers when a worker counted other bytes than the manifest demands: then something else than this step's
-// tensors was trained on.
+// INTERNAL with edge and both numbers when a worker counted other bytes than the manifest demands, or an edge of its plan not at all:
+// then something else than this step's tensors was trained on.
 absl::Status CheckEdgeTraffic(const ClusterPlan& plan, const data::v1::StepManifest& manifest,
                               const ModelConfig& config, const std::map<uint32_t, worker::v1::StepReport>& reports);
 

@@ -1,6 +1,8 @@
 #include <signal.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <array>
 #include <atomic>
 #include <memory>
 #include <thread>
@@ -21,6 +23,9 @@
 
 namespace moonpipe {
 namespace {
+
+// How long drained workers may take to leave.
+constexpr absl::Duration kLeave = absl::Seconds(5);
 
 absl::Status Serve(const ServiceFlags& flags, const std::string& runs_folder) {
   // Signals are taken on this thread alone, by sigwait below.
@@ -51,7 +56,10 @@ absl::Status Serve(const ServiceFlags& flags, const std::string& runs_folder) {
   std::atomic<bool> ending = false;
   uint64_t generation = 0;
   std::thread driver([&] {
-    const RunDriverOptions options{&hub, &runs, &registry, &generation};
+    std::array<char, 256> host{};
+    (void)::gethostname(host.data(), host.size() - 1);
+    const RunDriverOptions options{&hub, &runs, &registry, &generation,
+                                   ServiceEntry{"coordinator", "coordinator", 0, address, metrics->address(), host.data(), static_cast<uint64_t>(::getpid())}};
     while (!ending) {
       const auto job = runs.WaitForJob(absl::Now() + absl::Milliseconds(200));
       if (job.ok()) DriveRun(options, *job);
@@ -72,7 +80,7 @@ absl::Status Serve(const ServiceFlags& flags, const std::string& runs_folder) {
     if (!HasEnded(run.state())) (void)runs.Command(run.name(), RunCommand::kStop, "");
   }
   driver.join();
-  hub.Shutdown();
+  hub.Shutdown(kLeave);
   server->Shutdown(absl::Seconds(2));
   return status;
 }

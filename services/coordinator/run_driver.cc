@@ -49,6 +49,8 @@ using worker::v1::StepReport;
 
 namespace {
 
+// Message of the error by which Stop ends what is no step.
+constexpr char kStopped[] = "stopped on request";
 // Steps that a trace keeps.
 constexpr size_t kTraceSteps = 3;
 // Decoding steps are numbered from here, so that they never meet a training step.
@@ -93,6 +95,9 @@ class RunSession {
   absl::Status ChooseStart();
   absl::Status AwaitWorkers();
   absl::Status CarryOutPlan();
+  absl::Status WriteServices() const;
+  // OK, or CANCELLED once somebody asked to stop: for waits that no step ends.
+  absl::Status CheckStop();
   absl::StatusOr<TrainingRun::State> Train();
   absl::Status TakeStep(uint64_t step);
   absl::StatusOr<PublishManifest> AwaitManifest(uint64_t step);
@@ -107,6 +112,7 @@ class RunSession {
   absl::Status WriteReport();
   // The peak rate of a part's first tensor that moves; 0 for a frozen part.
   double PeakRate(ModelPartKind part) const;
+  Checkpoint ReadyCheckpoint(const CheckpointInfo& info) const;
   void ObserveStep(const StepEvent& event, const data::v1::StepManifest& manifest, double loss_max);
 
   absl::Time StepDeadline() const { return absl::Now() + absl::Seconds(spec_.runtime().step_timeout_seconds()); }
@@ -150,7 +156,7 @@ class RunSession {
 
   uint64_t last_step_ = 0;       // committed or skipped
   uint64_t prepared_step_ = 0;
-  uint64_t last_saved_ = 0;
+  std::optional<uint64_t> last_saved_;  // step of the newest checkpoint in this run's folder
   bool unacknowledged_ = false;  // the commit of last_step_ is not yet acknowledged by all
   uint64_t next_decode_step_ = kFirstDecodeStep;
   std::vector<EvalResult> evals_;
@@ -214,13 +220,18 @@ absl::Status RunSession::ChooseStart() {
   metrics_log_.emplace(folder_ + "/metrics.jsonl");
   MOONPIPE_ASSIGN_OR_RETURN(const ResumeChoice choice, ledger_->ChooseResume(spec_.checkpoint().resume()));
   MP_LOG(INFO) << choice.reason;
+  MOONPIPE_ASSIGN_OR_RETURN(const CheckpointList found, ledger_->List());
+  for (const CheckpointInfo& info : found.complete) {
+    options_.runs->PutCheckpoint(job_.id, ReadyCheckpoint(info));
+    if (choice.checkpoint.has_value() && info.path == choice.checkpoint->path) last_saved_ = info.step;
+  }
   if (choice.checkpoint.has_value()) {
     const CheckpointManifest& manifest = choice.checkpoint->manifest;
     initial_.set_path(choice.checkpoint->path);
     initial_.set_has_optimizer_state(true);
     initial_.set_step(manifest.step);
     cursor_ = manifest.cursor;
-    last_step_ = last_saved_ = prepared_step_ = manifest.step;
+    last_step_ = prepared_step_ = manifest.step;
     for (const std::string& difference :
          DifferencesThatChangeBits(manifest, spec_.runtime().compute_threads(), CpuModel(), kTorchVersion)) {
       MP_LOG(WARNING) << difference;
@@ -269,14 +280,31 @@ absl::Status RunSession::AwaitWorkers() {
       return absl::DeadlineExceededError(absl::StrCat("no plan after ", spec_.runtime().start_timeout_seconds(), " s: ",
                                                       plan.status().message(), "; start what is missing with --coordinator"));
     }
-    if (options_.runs->TakeWishes(job_.id).stop) return absl::CancelledError("stopped while it waited for workers");
+    MOONPIPE_RETURN_IF_ERROR(CheckStop());
     // The event only says that something has changed.
     (void)options_.hub->Next(std::min(deadline, absl::Now() + absl::Milliseconds(200)));
   }
 }
 
+absl::Status RunSession::WriteServices() const {
+  std::vector<ServiceEntry> services = {options_.self};
+  auto add = [&](const std::string& role, uint32_t ordinal, uint32_t worker) {
+    const std::string name = role == "decoder-stage" ? absl::StrCat(role, "-", ordinal) : role;
+    for (const WorkerInfo& member : pool_->members()) {
+      if (member.id != worker) continue;
+      const worker::v1::Register& registration = member.registration;
+      services.push_back({name, role, ordinal, registration.address(), registration.metrics_address(), registration.host(), registration.process_id()});
+    }
+  };
+  add("dataloader", 0, plan_.dataloader);
+  if (plan_.encoder.has_value()) add("vision-encoder", 0, *plan_.encoder);
+  for (uint32_t stage = 0; stage < plan_.stages.size(); ++stage) add("decoder-stage", stage, plan_.stages[stage]);
+  return WriteFileAtomically(folder_ + "/services.json", ServicesJson(services));
+}
+
 absl::Status RunSession::CarryOutPlan() {
   MOONPIPE_RETURN_IF_ERROR(AwaitWorkers());
+  MOONPIPE_RETURN_IF_ERROR(WriteServices());
   options_.hub->BeginGeneration(generation_);
   SetState(TrainingRun::STATE_STARTING);
   for (const auto& [worker, plan] : plan_.plans) {
@@ -305,8 +333,14 @@ absl::Status RunSession::CarryOutPlan() {
   metrics_.emplace(options_.metrics, job_.id);
   // A counter begins at 0 with its process; steps of the run stay steps of the run.
   metrics_->steps.Add(static_cast<double>(last_step_));
+  for (size_t stage = 0; stage < plan_.stages.size(); ++stage) metrics_->stage_restarts(absl::StrCat(stage), "restarted");
   metrics_->target_steps.Set(static_cast<double>(spec_.train().steps()));
   return absl::OkStatus();
+}
+
+absl::Status RunSession::CheckStop() {
+  if (!options_.runs->TakeWishes(job_.id, last_step_).stop) return absl::OkStatus();
+  return absl::CancelledError(kStopped);
 }
 
 void RunSession::Prepare(uint64_t step) {
@@ -454,8 +488,9 @@ absl::Status RunSession::TakeStep(uint64_t step) {
   for (const auto& [worker, report] : reports) {
     event.set_peak_memory_bytes(std::max(event.peak_memory_bytes(), report.peak_memory_bytes()));
     const std::optional<WorkerInfo> info = pool_->Latest(worker);
-    if (info.has_value()) trace_.Add(step, info->ToString(), info->clock_offset, report);
+    if (info.has_value()) trace_.Add(step, info->ShortName(), info->clock_offset, report);
   }
+  trace_.AddStep(step, begin, absl::Now());
   event.set_skip_reason(decision.skip_reason);
   const double seconds = absl::ToDoubleSeconds(absl::Now() - begin);
   event.set_seconds(seconds);
@@ -480,7 +515,7 @@ absl::Status RunSession::TakeStep(uint64_t step) {
 }
 
 absl::Status RunSession::Save(uint64_t step) {
-  if (step == last_saved_) return absl::OkStatus();
+  if (last_saved_ == step) return absl::OkStatus();
   MOONPIPE_RETURN_IF_ERROR(AwaitCommitted(step));
   const absl::Time begin = absl::Now();
   absl::Time written = begin;
@@ -529,7 +564,11 @@ absl::Status RunSession::Save(uint64_t step) {
     content.manifest.torch_version = kTorchVersion;
     content.manifest.ready_time = absl::Now();
     MOONPIPE_ASSIGN_OR_RETURN(CheckpointInfo info, ledger_->Finish(step, content));
-    MOONPIPE_RETURN_IF_ERROR(ledger_->Retain(spec_.checkpoint().keep_last()).status());
+    MOONPIPE_ASSIGN_OR_RETURN(const std::vector<std::string> removed, ledger_->Retain(spec_.checkpoint().keep_last()));
+    for (const std::string& path : removed) {
+      options_.runs->ForgetCheckpoint(
+          job_.id, absl::StrCat(job_.run.name(), "/checkpoints/", std::filesystem::path(path).filename().string()));
+    }
     return info;
   };
   const absl::StatusOr<CheckpointInfo> saved = write();
@@ -540,12 +579,7 @@ absl::Status RunSession::Save(uint64_t step) {
     return saved.status();
   }
   last_saved_ = step;
-  checkpoint.set_state(Checkpoint::STATE_READY);
-  checkpoint.set_path(saved->path);
-  checkpoint.set_size_bytes(saved->size_bytes);
-  checkpoint.set_manifest_sha256(saved->manifest_sha256);
-  checkpoint.mutable_ready_time()->set_seconds(absl::ToUnixSeconds(absl::Now()));
-  options_.runs->PutCheckpoint(job_.id, checkpoint);
+  options_.runs->PutCheckpoint(job_.id, ReadyCheckpoint(*saved));
   metrics_->checkpoint_write_duration.Observe(absl::ToDoubleSeconds(written - begin));
   metrics_->checkpoint_commit_duration.Observe(absl::ToDoubleSeconds(absl::Now() - written));
   metrics_->checkpoint_last_success_timestamp.Set(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
@@ -560,7 +594,7 @@ absl::StatusOr<TrainingRun::State> RunSession::Train() {
   const uint64_t every = spec_.checkpoint().every_steps();
   bool stopped = false;
   while (last_step_ < spec_.train().steps()) {
-    const RunRegistry::Wishes wishes = options_.runs->TakeWishes(job_.id);
+    const RunRegistry::Wishes wishes = options_.runs->TakeWishes(job_.id, last_step_);
     if (wishes.save) MOONPIPE_RETURN_IF_ERROR(Save(last_step_));
     if (wishes.stop) {
       stopped = true;
@@ -594,6 +628,7 @@ absl::StatusOr<EvalResult> RunSession::AnswerSet(const cluster::v1::EvalSet& set
   std::vector<worker::v1::PartialAnswer> answers;
   std::vector<worker::v1::PartialAnswer> references;
   for (uint32_t round = 0; round <= spec_.eval().max_answer_tokens(); ++round) {
+    MOONPIPE_RETURN_IF_ERROR(CheckStop());
     const uint64_t step = next_decode_step_++;
     ConnectResponse command;
     worker::v1::PrepareStep& prepare = *command.mutable_prepare_step();
@@ -694,6 +729,18 @@ void RunSession::ObserveStep(const StepEvent& event, const data::v1::StepManifes
   metrics_->last_step_timestamp.Set(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
 }
 
+Checkpoint RunSession::ReadyCheckpoint(const CheckpointInfo& info) const {
+  Checkpoint checkpoint;
+  checkpoint.set_name(absl::StrCat(job_.run.name(), "/checkpoints/", CheckpointLedger::NameOf(info.step)));
+  checkpoint.set_step(info.step);
+  checkpoint.set_state(Checkpoint::STATE_READY);
+  checkpoint.set_path(info.path);
+  checkpoint.set_size_bytes(info.size_bytes);
+  checkpoint.set_manifest_sha256(info.manifest_sha256);
+  checkpoint.mutable_ready_time()->set_seconds(absl::ToUnixSeconds(info.manifest.ready_time));
+  return checkpoint;
+}
+
 double RunSession::PeakRate(ModelPartKind part) const {
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (tensors_[i].part == part && !rules_[i].frozen) return rules_[i].learning_rate;
@@ -716,12 +763,15 @@ void DriveRun(const RunDriverOptions& options, const RunRegistry::Job& job) {
   options.runs->Update(job.id, [&](TrainingRun& run) {
     if (end.ok()) {
       run.set_state(*end);
+    } else if (absl::IsCancelled(end.status()) && end.status().message() == kStopped) {
+      // Nothing was in progress that a checkpoint would have to keep.
+      run.set_state(TrainingRun::STATE_STOPPED);
     } else {
       run.set_state(TrainingRun::STATE_FAILED);
       run.set_error(std::string(end.status().message()));
     }
   });
-  if (!end.ok()) {
+  if (!end.ok() && end.status().message() != kStopped) {
     MP_LOG(ERROR) << "run " << job.id << " failed: " << end.status().message()
                   << "; start it again with --resume auto to go on from its last checkpoint";
   }

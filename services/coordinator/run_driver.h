@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "moonpipe/metrics/registry.h"
+#include "services/coordinator/run_files.h"
 #include "services/coordinator/run_registry.h"
 #include "services/coordinator/worker_hub.h"
 
@@ -17,6 +18,8 @@ struct RunDriverOptions {
   MetricsRegistry* metrics = nullptr;
   // Grows over the life of the coordinator; the driver counts it up with every plan.
   uint64_t* generation = nullptr;
+  // This process, for services.json.
+  ServiceEntry self;
 };
 
 // Blocks until the run has ended and leaves its state and error in the registry. The workers are drained in any case.

@@ -2,14 +2,62 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "moonpipe/pipeline/schedule.h"
 #include "nlohmann/json.hpp"
 
 namespace moonpipe {
 
 using nlohmann::ordered_json;
+
+namespace {
+
+constexpr char kCoordinatorRow[] = "coordinator";
+
+// Coordinator, encoder, then the stages by number.
+std::tuple<int, size_t, std::string> RowOrder(const std::string& service) {
+  const int rank = service == kCoordinatorRow ? 0 : absl::StartsWith(service, "decoder") ? 2 : 1;
+  // A longer name is a larger number.
+  return {rank, service.size(), service};
+}
+
+std::string Category(const std::string& service, const std::string& name) {
+  if (service == kCoordinatorRow) return "step";
+  const absl::StatusOr<Action> action = ParseAction(name);
+  if (!action.ok()) return "other";
+  switch (action->type) {
+    case ActionType::kForward:
+    case ActionType::kBackward:
+      return "compute";
+    case ActionType::kReceiveActivation:
+    case ActionType::kReceiveGradient:
+    case ActionType::kReceiveFeatures:
+    case ActionType::kReceiveFeatureGradient:
+      return "receive";
+    default:
+      return "send";
+  }
+}
+
+}  // namespace
+
+std::string ServicesJson(const std::vector<ServiceEntry>& services) {
+  ordered_json list = ordered_json::array();
+  for (const ServiceEntry& service : services) {
+    list.push_back({{"name", service.name},
+                    {"role", service.role},
+                    {"ordinal", service.ordinal},
+                    {"address", service.address},
+                    {"metrics_address", service.metrics_address},
+                    {"host", service.host},
+                    {"pid", service.process_id}});
+  }
+  return list.dump(2) + "\n";
+}
 
 void MetricsLog::Append(const cluster::v1::StepEvent& step) {
   ordered_json line;
@@ -30,6 +78,15 @@ void MetricsLog::Append(const cluster::v1::StepEvent& step) {
   file_ << line.dump() << '\n' << std::flush;
 }
 
+void Trace::AddStep(uint64_t step, absl::Time begin, absl::Time end) {
+  worker::v1::StepReport report;
+  worker::v1::ActionTiming& timing = *report.add_timings();
+  timing.set_action(absl::StrCat("step ", step));
+  timing.set_begin_us(absl::ToUnixMicros(begin));
+  timing.set_end_us(absl::ToUnixMicros(end));
+  Add(step, kCoordinatorRow, absl::ZeroDuration(), report);
+}
+
 void Trace::Add(uint64_t step, const std::string& service, absl::Duration clock_offset, const worker::v1::StepReport& report) {
   Row row{step, service, absl::ToInt64Microseconds(clock_offset), {}};
   row.timings.assign(report.timings().begin(), report.timings().end());
@@ -38,7 +95,9 @@ void Trace::Add(uint64_t step, const std::string& service, absl::Duration clock_
 }
 
 std::string Trace::ToJson() const {
-  std::set<std::string> services;
+  // Rows in the order in which a microbatch passes the services.
+  const auto before = [](const std::string& a, const std::string& b) { return RowOrder(a) < RowOrder(b); };
+  std::set<std::string, decltype(before)> services(before);
   int64_t start = INT64_MAX;
   for (const Row& row : rows_) {
     services.insert(row.service);
@@ -50,16 +109,15 @@ std::string Trace::ToJson() const {
   for (const std::string& service : services) {
     thread[service] = ++number;
     events.push_back({{"ph", "M"}, {"pid", 1}, {"tid", number}, {"name", "thread_name"}, {"args", {{"name", service}}}});
+    events.push_back({{"ph", "M"}, {"pid", 1}, {"tid", number}, {"name", "thread_sort_index"}, {"args", {{"sort_index", number}}}});
   }
   for (const Row& row : rows_) {
     for (const auto& timing : row.timings) {
-      const bool waits = timing.action().find('R') != std::string::npos && timing.action().find("RP") == std::string::npos;
-      const bool sends = timing.action().find('S') != std::string::npos;
       events.push_back({{"ph", "X"},
                         {"pid", 1},
                         {"tid", thread[row.service]},
                         {"name", timing.action()},
-                        {"cat", waits ? "receive" : sends ? "send" : "compute"},
+                        {"cat", Category(row.service, timing.action())},
                         {"ts", timing.begin_us() - row.offset_us - start},
                         {"dur", timing.end_us() - timing.begin_us()},
                         {"args", {{"step", row.step}}}});

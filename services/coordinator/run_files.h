@@ -1,5 +1,5 @@
-// What a run leaves in its folder beside journal and checkpoints: one line a step in metrics.jsonl, a trace of its last steps for
-// chrome://tracing and Perfetto, and the report.
+// What a run leaves in its folder beside journal and checkpoints: who serves it in services.json, one line a step in metrics.jsonl, a
+// trace of its last steps for chrome://tracing and Perfetto, and the report.
 #pragma once
 
 #include <deque>
@@ -15,6 +15,19 @@
 
 namespace moonpipe {
 
+// A process that has a part in the run.
+struct ServiceEntry {
+  std::string name;      // coordinator, dataloader, vision-encoder, decoder-stage-0
+  std::string role;      // the same without the stage's number
+  uint32_t ordinal = 0;  // the stage's number
+  std::string address;          // host:port of its gRPC services
+  std::string metrics_address;  // host:port of its metrics page
+  std::string host;
+  uint64_t process_id = 0;
+};
+// services.json: an array of objects with the fields above, `pid` for the last.
+std::string ServicesJson(const std::vector<ServiceEntry>& services);
+
 // Appends one JSON object a step.
 class MetricsLog {
  public:
@@ -29,7 +42,9 @@ class MetricsLog {
 class Trace {
  public:
   explicit Trace(size_t steps) : limit_(steps) {}
-  // `clock_offset` is the worker's clock minus ours.
+  // From the start of a step to its commit, as the coordinator sees it: a row of its own.
+  void AddStep(uint64_t step, absl::Time begin, absl::Time end);
+  // `clock_offset` is the worker's clock minus ours; `service` names the row.
   void Add(uint64_t step, const std::string& service, absl::Duration clock_offset, const worker::v1::StepReport& report);
   // The JSON text: complete events ("ph": "X") in microseconds, named by their action.
   std::string ToJson() const;
@@ -55,7 +70,6 @@ struct RunReport {
   double final_loss = 0;
   double mfu = -1;  // negative: unknown, written as null
   std::vector<cluster::v1::EvalResult> evals;
-  std::vector<std::vector<std::string>> eval_references;  // beside evals
   std::string ToJson() const;
 };
 

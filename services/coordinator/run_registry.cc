@@ -8,7 +8,9 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "google/protobuf/util/message_differencer.h"
 #include "moonpipe/base/status_macros.h"
+#include "moonpipe/runtime/rpc_error.h"
 
 namespace moonpipe {
 
@@ -31,13 +33,20 @@ std::string RandomUid() {
                          random(), random() & 0xffff);
 }
 
+absl::Status CheckpointNotFound(const std::string& name) {
+  return WithResourceInfo(RpcError(absl::StatusCode::kNotFound,
+                                   absl::StrCat("there is no checkpoint '", name, "'; ListCheckpoints tells those there are"),
+                                   "CHECKPOINT_NOT_FOUND", {{"name", name}}),
+                          "moonpipe.dev/Checkpoint", name, "it does not exist, or was removed for newer ones");
+}
+
 }  // namespace
 
 bool HasEnded(TrainingRun::State state) {
   return state == TrainingRun::STATE_STOPPED || state == TrainingRun::STATE_SUCCEEDED || state == TrainingRun::STATE_FAILED;
 }
 
-absl::Status CheckCommand(TrainingRun::State state, RunCommand command) {
+absl::Status CheckCommand(TrainingRun::State state, RunCommand command, bool pausing) {
   bool allowed = false;
   const char* word = "";
   switch (command) {
@@ -47,7 +56,7 @@ absl::Status CheckCommand(TrainingRun::State state, RunCommand command) {
       break;
     case RunCommand::kResume:
       word = "resumed";
-      allowed = state == TrainingRun::STATE_PAUSED;
+      allowed = state == TrainingRun::STATE_PAUSED || (pausing && !HasEnded(state));
       break;
     case RunCommand::kStop:
       word = "stopped";
@@ -59,13 +68,17 @@ absl::Status CheckCommand(TrainingRun::State state, RunCommand command) {
       break;
   }
   if (allowed) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat("a run that is ", StateName(state), " cannot be ", word));
+  return RpcError(absl::StatusCode::kFailedPrecondition, absl::StrCat("a run that is ", StateName(state), " cannot be ", word),
+                  "WRONG_STATE", {{"state", StateName(state)}, {"command", word}});
 }
 
 absl::StatusOr<RunRegistry::Run*> RunRegistry::FindLocked(const std::string& name) {
   auto run = runs_.find(std::string(absl::StripPrefix(name, kPrefix)));
   if (!absl::StartsWith(name, kPrefix) || run == runs_.end()) {
-    return absl::NotFoundError(absl::StrCat("there is no run '", name, "'; ListTrainingRuns tells those there are"));
+    return WithResourceInfo(RpcError(absl::StatusCode::kNotFound,
+                                     absl::StrCat("there is no run '", name, "'; ListTrainingRuns tells those there are"),
+                                     "RUN_NOT_FOUND", {{"name", name}}),
+                            "moonpipe.dev/TrainingRun", name, "it does not exist on this coordinator");
   }
   return &run->second;
 }
@@ -84,24 +97,39 @@ void RunRegistry::Notify() {
 }
 
 absl::StatusOr<TrainingRun> RunRegistry::Create(const std::string& id, const cluster::v1::TrainingRunSpec& spec,
-                                                const std::string& request_id, bool evaluate_only) {
+                                                const std::string& request_id, bool evaluate_only, bool validate_only) {
   absl::MutexLock lock(&mutex_);
+  const std::string name = absl::StrCat(kPrefix, id);
   if (auto existing = runs_.find(id); existing != runs_.end()) {
-    if (!request_id.empty() && existing->second.request_id == request_id) return existing->second.message;
-    return absl::AlreadyExistsError(absl::StrCat("there is a run '", id, "' already"));
+    const bool repeated = !request_id.empty() && existing->second.request_id == request_id;
+    if (repeated && existing->second.evaluate_only == evaluate_only &&
+        google::protobuf::util::MessageDifferencer::Equals(existing->second.spec, spec)) {
+      return existing->second.message;
+    }
+    const std::string message = repeated ? absl::StrCat("request_id ", request_id, " created run '", id, "' from another spec")
+                                         : absl::StrCat("there is a run '", id, "' already; choose another training_run_id");
+    return WithResourceInfo(RpcError(absl::StatusCode::kAlreadyExists, message, repeated ? "REQUEST_ID_REUSED" : "RUN_ALREADY_EXISTS",
+                                     {{"training_run_id", id}, {"request_id", request_id}}),
+                            "moonpipe.dev/TrainingRun", name, "it exists already");
   }
   for (const auto& [other, run] : runs_) {
     if (!HasEnded(run.message.state())) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("run '", other, "' is ", StateName(run.message.state()), "; stop it before starting another"));
+      const std::string state = StateName(run.message.state());
+      const std::string todo = "stop it before starting another";
+      return WithPreconditionFailure(RpcError(absl::StatusCode::kFailedPrecondition,
+                                              absl::StrCat("run '", other, "' is ", state, "; ", todo), "ANOTHER_RUN_ACTIVE",
+                                              {{"active_run", other}, {"state", state}}),
+                                     "RUN_ACTIVE", run.message.name(), todo);
     }
   }
   Run run;
   run.request_id = request_id;
+  run.spec = spec;
   run.evaluate_only = evaluate_only;
-  run.message.set_name(absl::StrCat(kPrefix, id));
-  run.message.set_uid(RandomUid());
+  run.message.set_name(name);
   *run.message.mutable_spec() = spec;
+  if (validate_only) return run.message;
+  run.message.set_uid(RandomUid());
   run.message.set_state(TrainingRun::STATE_PENDING);
   run.message.set_folder(absl::StrCat(runs_folder_, "/", id));
   run.message.mutable_create_time()->set_seconds(absl::ToUnixSeconds(absl::Now()));
@@ -129,22 +157,25 @@ absl::StatusOr<TrainingRun> RunRegistry::Command(const std::string& name, RunCom
     absl::MutexLock lock(&mutex_);
     MOONPIPE_ASSIGN_OR_RETURN(Run * run, FindLocked(name));
     if (!etag.empty() && etag != run->message.etag()) {
-      return absl::AbortedError(
-          absl::StrCat("etag ", etag, " is stale; the run's is ", run->message.etag(), ": read the run again"));
+      return RpcError(absl::StatusCode::kAborted,
+                      absl::StrCat("etag ", etag, " is stale; the run's is ", run->message.etag(), ": read the run again"),
+                      "STALE_ETAG", {{"etag", etag}, {"current_etag", run->message.etag()}});
     }
-    MOONPIPE_RETURN_IF_ERROR(CheckCommand(run->message.state(), command));
+    if (absl::Status checked = CheckCommand(run->message.state(), command, run->pause); !checked.ok()) {
+      return WithPreconditionFailure(std::move(checked), "RUN_STATE", name, "GetTrainingRun tells the state");
+    }
     switch (command) {
       case RunCommand::kPause:
-        run->wishes.pause = true;
+        run->pause = true;
         break;
       case RunCommand::kResume:
-        run->wishes.pause = false;
+        run->pause = false;
         break;
       case RunCommand::kStop:
-        run->wishes.stop = true;
+        run->stop = true;
         break;
       case RunCommand::kSave:
-        run->wishes.save = true;
+        run->save_step = run->message.step();
         break;
     }
     TouchLocked(*run);
@@ -153,19 +184,30 @@ absl::StatusOr<TrainingRun> RunRegistry::Command(const std::string& name, RunCom
   return message;
 }
 
-absl::StatusOr<Checkpoint> RunRegistry::RequestSave(const std::string& run_name) {
+absl::StatusOr<Checkpoint> RunRegistry::RequestSave(const std::string& run_name, const std::string& request_id) {
   absl::MutexLock lock(&mutex_);
   MOONPIPE_ASSIGN_OR_RETURN(Run * run, FindLocked(run_name));
-  MOONPIPE_RETURN_IF_ERROR(CheckCommand(run->message.state(), RunCommand::kSave));
-  // The run's thread saves at the next boundary between steps: after the step in progress, or now when it is paused.
-  const uint64_t step = run->message.step() + (run->message.state() == TrainingRun::STATE_PAUSED ? 0 : 1);
-  run->wishes.save = true;
-  Checkpoint checkpoint;
-  checkpoint.set_name(absl::StrFormat("%s/checkpoints/step-%08d", run->message.name(), step));
+  if (auto seen = run->save_requests.find(request_id); !request_id.empty() && seen != run->save_requests.end()) {
+    auto checkpoint = run->checkpoints.find(seen->second);
+    if (checkpoint == run->checkpoints.end()) return CheckpointNotFound(seen->second);
+    return checkpoint->second;
+  }
+  if (absl::Status checked = CheckCommand(run->message.state(), RunCommand::kSave); !checked.ok()) {
+    return WithPreconditionFailure(std::move(checked), "RUN_STATE", run_name, "GetTrainingRun tells the state");
+  }
+  // The run's thread saves between two steps: after the step in progress, or now when it is paused or at its last step.
+  uint64_t step = run->message.step();
+  if (run->message.state() == TrainingRun::STATE_RUNNING && step < run->spec.train().steps()) ++step;
+  const std::string name = absl::StrFormat("%s/checkpoints/step-%08d", run->message.name(), step);
+  if (!request_id.empty()) run->save_requests[request_id] = name;
+  Checkpoint& checkpoint = run->checkpoints[name];
+  if (checkpoint.state() == Checkpoint::STATE_READY || checkpoint.state() == Checkpoint::STATE_SAVING) return checkpoint;
+  run->save_step = step;
+  checkpoint.Clear();
+  checkpoint.set_name(name);
   checkpoint.set_step(step);
   checkpoint.set_state(Checkpoint::STATE_SAVING);
-  auto [existing, created] = run->checkpoints.emplace(checkpoint.name(), checkpoint);
-  return existing->second;
+  return checkpoint;
 }
 
 absl::StatusOr<Checkpoint> RunRegistry::GetCheckpoint(const std::string& name) const {
@@ -173,7 +215,7 @@ absl::StatusOr<Checkpoint> RunRegistry::GetCheckpoint(const std::string& name) c
   for (const auto& [id, run] : runs_) {
     if (auto checkpoint = run.checkpoints.find(name); checkpoint != run.checkpoints.end()) return checkpoint->second;
   }
-  return absl::NotFoundError(absl::StrCat("there is no checkpoint '", name, "'; ListCheckpoints tells those there are"));
+  return CheckpointNotFound(name);
 }
 
 absl::StatusOr<std::vector<Checkpoint>> RunRegistry::ListCheckpoints(const std::string& run_name) const {
@@ -184,13 +226,15 @@ absl::StatusOr<std::vector<Checkpoint>> RunRegistry::ListCheckpoints(const std::
   return checkpoints;
 }
 
-absl::StatusOr<RunRegistry::Progress> RunRegistry::EventsAfter(const std::string& name, size_t next) const {
+absl::StatusOr<RunRegistry::Progress> RunRegistry::EventAt(const std::string& name, size_t next) const {
   absl::MutexLock lock(&mutex_);
   MOONPIPE_ASSIGN_OR_RETURN(const Run* run, FindLocked(name));
   Progress progress;
-  progress.events.assign(run->events.begin() + static_cast<std::ptrdiff_t>(std::min(next, run->events.size())), run->events.end());
-  progress.next = run->events.size();
-  progress.ended = HasEnded(run->message.state());
+  if (next < run->events.size()) {
+    progress.event = run->events[next];
+  } else {
+    progress.ended = HasEnded(run->message.state());
+  }
   return progress;
 }
 
@@ -228,6 +272,14 @@ void RunRegistry::Update(const std::string& id, const std::function<void(Trainin
     absl::MutexLock lock(&mutex_);
     Run& run = runs_.at(id);
     change(run.message);
+    if (HasEnded(run.message.state())) {
+      for (auto& [name, checkpoint] : run.checkpoints) {
+        if (checkpoint.state() != Checkpoint::STATE_SAVING) continue;
+        checkpoint.set_state(Checkpoint::STATE_FAILED);
+        checkpoint.set_error(absl::StrCat("the run ended before it was written",
+                                          run.message.error().empty() ? "" : absl::StrCat(": ", run.message.error())));
+      }
+    }
     TouchLocked(run);
     auto event = std::make_shared<WatchTrainingRunResponse>();
     *event->mutable_training_run() = run.message;
@@ -254,18 +306,24 @@ void RunRegistry::PutCheckpoint(const std::string& id, const Checkpoint& checkpo
   runs_.at(id).checkpoints[checkpoint.name()] = checkpoint;
 }
 
-RunRegistry::Wishes RunRegistry::TakeWishes(const std::string& id) {
+void RunRegistry::ForgetCheckpoint(const std::string& id, const std::string& name) {
+  absl::MutexLock lock(&mutex_);
+  runs_.at(id).checkpoints.erase(name);
+}
+
+RunRegistry::Wishes RunRegistry::TakeWishes(const std::string& id, uint64_t step) {
   absl::MutexLock lock(&mutex_);
   Run& run = runs_.at(id);
-  const Wishes wishes = run.wishes;
-  run.wishes.save = false;
+  if (run.save_step.has_value() && *run.save_step > step) return {};
+  const Wishes wishes{run.pause, run.stop, run.save_step.has_value()};
+  run.save_step.reset();
   return wishes;
 }
 
 void RunRegistry::WaitWhilePaused(const std::string& id, absl::Time deadline) {
   absl::MutexLock lock(&mutex_);
   Run& run = runs_.at(id);
-  auto changed = [&]() { return !run.wishes.pause || run.wishes.stop || run.wishes.save; };
+  auto changed = [&]() { return !run.pause || run.stop || run.save_step.has_value(); };
   mutex_.AwaitWithDeadline(absl::Condition(&changed), deadline);
 }
 

@@ -22,8 +22,9 @@ namespace moonpipe {
 // What a person can ask of a run.
 enum class RunCommand { kPause, kResume, kStop, kSave };
 
-// Whether a run in this state can follow the command; FAILED_PRECONDITION names state and command otherwise. A pure function.
-absl::Status CheckCommand(cluster::v1::TrainingRun::State state, RunCommand command);
+// Whether a run in this state can follow the command; FAILED_PRECONDITION / WRONG_STATE names state and command otherwise. `pausing`: it
+// was told to pause and still ends its step, so that it can be resumed too. A pure function.
+absl::Status CheckCommand(cluster::v1::TrainingRun::State state, RunCommand command, bool pausing = false);
 
 // True for STOPPED, SUCCEEDED and FAILED.
 bool HasEnded(cluster::v1::TrainingRun::State state);
@@ -41,24 +42,26 @@ class RunRegistry {
   explicit RunRegistry(std::string runs_folder) : runs_folder_(std::move(runs_folder)) {}
 
   // -- for the control API --
-  // ALREADY_EXISTS for an id that is in use, unless request_id is the first call's; FAILED_PRECONDITION while another run is active.
+  // ALREADY_EXISTS for an id that is in use, unless request_id and spec are the first call's; FAILED_PRECONDITION while another run is
+  // active. With `validate_only` nothing is created and the answer has no uid.
   absl::StatusOr<cluster::v1::TrainingRun> Create(const std::string& id, const cluster::v1::TrainingRunSpec& spec,
-                                                  const std::string& request_id, bool evaluate_only);
+                                                  const std::string& request_id, bool evaluate_only, bool validate_only = false);
   absl::StatusOr<cluster::v1::TrainingRun> Get(const std::string& name) const;
   std::vector<cluster::v1::TrainingRun> List() const;  // newest first
   // ABORTED for a stale etag.
   absl::StatusOr<cluster::v1::TrainingRun> Command(const std::string& name, RunCommand command, const std::string& etag);
-  // The checkpoint that will be written after the step in progress.
-  absl::StatusOr<cluster::v1::Checkpoint> RequestSave(const std::string& run_name);
+  // The checkpoint that will be written after the step in progress, or the one that is there already. A request_id that was seen
+  // before gives the checkpoint of the first call.
+  absl::StatusOr<cluster::v1::Checkpoint> RequestSave(const std::string& run_name, const std::string& request_id = "");
   absl::StatusOr<cluster::v1::Checkpoint> GetCheckpoint(const std::string& name) const;
   absl::StatusOr<std::vector<cluster::v1::Checkpoint>> ListCheckpoints(const std::string& run_name) const;  // newest first
-  // Events after `after_step` that have happened, then each new one until the run ends. Returns where `EventsAfter` goes on.
+  // The event number `next` (from 0, over the life of this coordinator), or none where it has not happened yet; `ended` when the run has
+  // ended and nothing follows.
   struct Progress {
-    std::vector<Event> events;
-    size_t next = 0;
+    Event event;
     bool ended = false;
   };
-  absl::StatusOr<Progress> EventsAfter(const std::string& name, size_t next) const;
+  absl::StatusOr<Progress> EventAt(const std::string& name, size_t next) const;
   // Called (with no lock held) whenever any run has a new event; returns a handle for RemoveListener.
   uint64_t AddListener(std::function<void()> listener);
   void RemoveListener(uint64_t handle);
@@ -74,8 +77,11 @@ class RunRegistry {
   void Update(const std::string& id, const std::function<void(cluster::v1::TrainingRun&)>& change);
   void PublishStep(const std::string& id, const cluster::v1::StepEvent& step);
   void PutCheckpoint(const std::string& id, const cluster::v1::Checkpoint& checkpoint);
-  // Takes the wish to save; pause and stop stay until they are followed.
-  Wishes TakeWishes(const std::string& id);
+  // For a checkpoint whose folder is gone.
+  void ForgetCheckpoint(const std::string& id, const std::string& name);
+  // What is to be done between the step `step` and the next. The wish to save is taken once its step is reached; a pause or a stop that
+  // came meanwhile waits for it, one step at most, so that what SaveCheckpoint announced is written. Pause and stop stay until followed.
+  Wishes TakeWishes(const std::string& id, uint64_t step);
   // Blocks while the wish is to pause; returns at a resume, a stop, a save or the deadline.
   void WaitWhilePaused(const std::string& id, absl::Time deadline);
 
@@ -83,9 +89,13 @@ class RunRegistry {
   struct Run {
     cluster::v1::TrainingRun message;
     std::string request_id;
+    cluster::v1::TrainingRunSpec spec;
     bool evaluate_only = false;
     bool started = false;
-    Wishes wishes;
+    bool pause = false;
+    bool stop = false;
+    std::optional<uint64_t> save_step;
+    std::map<std::string, std::string> save_requests;  // request_id -> name of the checkpoint
     std::vector<Event> events;
     std::map<std::string, cluster::v1::Checkpoint> checkpoints;  // by name; ids sort by step
     uint64_t version = 0;

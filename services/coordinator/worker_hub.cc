@@ -1,10 +1,12 @@
 #include "services/coordinator/worker_hub.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "moonpipe/base/logging.h"
+#include "moonpipe/runtime/rpc_error.h"
 
 namespace moonpipe {
 
@@ -15,6 +17,10 @@ namespace {
 
 // A worker sends a handful of events a step; a full queue means that the run's thread is stuck, and then the worker is dropped.
 constexpr size_t kEventCapacity = 1 << 16;
+
+// A heartbeat's way makes the worker's clock look late, never early: the largest offset is the truest, as long as clocks do not drift.
+// Cheap clocks drift by less than this.
+constexpr double kClockDrift = 1e-4;
 
 std::string RoleName(common::v1::WorkerRole role, uint32_t ordinal) {
   switch (role) {
@@ -29,10 +35,16 @@ std::string RoleName(common::v1::WorkerRole role, uint32_t ordinal) {
   }
 }
 
+absl::Status EndingError() {
+  return RpcError(absl::StatusCode::kUnavailable, "the coordinator is ending", "COORDINATOR_ENDING");
+}
+
 }  // namespace
 
+std::string WorkerInfo::ShortName() const { return RoleName(registration.role(), registration.ordinal()); }
+
 std::string WorkerInfo::ToString() const {
-  return absl::StrCat(RoleName(registration.role(), registration.ordinal()), " (worker ", id, ", pid ",
+  return absl::StrCat(ShortName(), " (worker ", id, ", pid ",
                       registration.process_id(), registration.host().empty() ? "" : " on ", registration.host(), ")");
 }
 
@@ -77,12 +89,13 @@ class WorkerHub::Stream : public grpc::ServerBidiReactor<ConnectRequest, Connect
     }
     if (worker_ == 0) {
       if (!incoming_.has_register_()) {
-        End(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, "the first message of a worker must be Register"));
+        End(ToGrpcStatus(RpcError(absl::StatusCode::kInvalidArgument, "the first message of a worker must be Register",
+                                  "NOT_REGISTERED")));
         return;
       }
       absl::StatusOr<uint32_t> worker = hub_->Register(this, incoming_.register_());
       if (!worker.ok()) {
-        End(grpc::Status(static_cast<grpc::StatusCode>(worker.status().code()), std::string(worker.status().message())));
+        End(ToGrpcStatus(worker.status()));
         return;
       }
       worker_ = *worker;
@@ -120,21 +133,23 @@ grpc::ServerBidiReactor<ConnectRequest, ConnectResponse>* WorkerHub::Connect(grp
 
 absl::StatusOr<uint32_t> WorkerHub::Register(Stream* stream, const worker::v1::Register& registration) {
   absl::MutexLock lock(&mutex_);
-  if (shut_down_) return absl::UnavailableError("the coordinator is ending");
+  if (shut_down_) return EndingError();
   if (registration.role() == common::v1::WORKER_ROLE_UNSPECIFIED) {
-    return absl::InvalidArgumentError("Register names no role");
+    return RpcError(absl::StatusCode::kInvalidArgument, "Register names no role", "ROLE_MISSING");
   }
   if (registration.proto_digest() != options_.proto_digest) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(RoleName(registration.role(), registration.ordinal()), " was built from other protos (digest ",
-                     registration.proto_digest().substr(0, 12), ") than the coordinator (", options_.proto_digest.substr(0, 12),
-                     "); run services of one build"));
+    const std::string theirs = registration.proto_digest().substr(0, 12), ours = options_.proto_digest.substr(0, 12);
+    return RpcError(absl::StatusCode::kFailedPrecondition,
+                    absl::StrCat(RoleName(registration.role(), registration.ordinal()), " was built from other protos (digest ",
+                                 theirs, ") than the coordinator (", ours, "); run services of one build"),
+                    "PROTO_DIGEST_MISMATCH", {{"worker_digest", theirs}, {"coordinator_digest", ours}});
   }
   for (const auto& [id, entry] : workers_) {
     if (entry.info.registration.role() == registration.role() &&
         entry.info.registration.ordinal() == registration.ordinal()) {
-      return absl::AlreadyExistsError(absl::StrCat("there is a ", entry.info.ToString(),
-                                                   " already; give the second one another --ordinal"));
+      return RpcError(absl::StatusCode::kAlreadyExists,
+                      absl::StrCat("there is a ", entry.info.ToString(), " already; give the second one another --ordinal"),
+                      "WORKER_PLACE_TAKEN", {{"worker", entry.info.ToString()}});
     }
   }
   Entry entry;
@@ -163,11 +178,15 @@ void WorkerHub::Handle(uint32_t worker, ConnectRequest message) {
     auto entry = workers_.find(worker);
     if (entry == workers_.end()) return;
     WorkerInfo& info = entry->second.info;
-    info.last_heard = absl::Now();
+    const absl::Time now = absl::Now();
+    info.last_heard = now;
     if (message.has_heartbeat()) {
       info.activity = message.heartbeat().activity();
       info.waiting_for = message.heartbeat().waiting_for();
-      info.clock_offset = absl::FromUnixMicros(message.heartbeat().clock_us()) - info.last_heard;
+      const absl::Duration offset = absl::FromUnixMicros(message.heartbeat().clock_us()) - now;
+      const absl::Duration sunk = info.clock_offset - (now - info.last_heartbeat) * kClockDrift;
+      info.clock_offset = info.last_heartbeat == absl::InfinitePast() ? offset : std::max(offset, sunk);
+      info.last_heartbeat = now;
       ConnectResponse reply;
       reply.mutable_heartbeat();
       entry->second.stream->Send(std::move(reply));
@@ -249,12 +268,17 @@ void WorkerHub::BeginGeneration(uint64_t generation) {
   waiters_.clear();
 }
 
-void WorkerHub::Shutdown() {
+void WorkerHub::Shutdown(absl::Duration grace) {
   absl::MutexLock lock(&mutex_);
   shut_down_ = true;
-  for (auto& [id, entry] : workers_) {
-    entry.stream->End(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the coordinator is ending"));
+  if (grace > absl::ZeroDuration()) {
+    ConnectResponse drain;
+    drain.mutable_drain()->set_reason(std::string(EndingError().message()));
+    for (auto& [id, entry] : workers_) entry.stream->Send(drain);
+    auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return workers_.empty(); };
+    mutex_.AwaitWithTimeout(absl::Condition(&empty), grace);
   }
+  for (auto& [id, entry] : workers_) entry.stream->End(ToGrpcStatus(EndingError()));
 }
 
 }  // namespace moonpipe

@@ -25,9 +25,12 @@ struct WorkerInfo {
   absl::Time last_heard;
   std::string activity;
   std::string waiting_for;
-  // Its clock minus ours at the last heartbeat.
+  // Its clock minus ours, by the fastest of its last heartbeats.
   absl::Duration clock_offset;
+  absl::Time last_heartbeat = absl::InfinitePast();
 
+  // "decoder stage 1"
+  std::string ShortName() const;
   // "decoder stage 1 (worker 3, pid 4711)"
   std::string ToString() const;
 };
@@ -62,8 +65,9 @@ class WorkerHub : public worker::v1::WorkerService::CallbackService {
   std::vector<WorkerInfo> Workers() const;
   // Forgets the rendezvous keys of older generations and refuses them from now on.
   void BeginGeneration(uint64_t generation);
-  // Ends every stream; new workers are refused. For the end of the process.
-  void Shutdown();
+  // Refuses new workers, drains those that are there and waits for them to leave, then ends the streams of those that stayed. For the
+  // end of the process.
+  void Shutdown(absl::Duration grace = absl::ZeroDuration());
 
  private:
   class Stream;

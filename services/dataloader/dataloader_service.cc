@@ -1,10 +1,13 @@
 #include "services/dataloader/dataloader_service.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "moonpipe/runtime/rpc_error.h"
 
 namespace moonpipe {
 
@@ -15,12 +18,16 @@ namespace {
 
 constexpr uint64_t kChunkBytes = 1 << 20;
 
+std::string ViewName(data::v1::MicrobatchView view) {
+  return std::string(absl::StripPrefix(data::v1::MicrobatchView_Name(view), "MICROBATCH_VIEW_"));
+}
+
 // Writes a view in chunks. Deletes itself when gRPC is done with it.
 class ViewWriter : public grpc::ServerWriteReactor<FetchMicrobatchResponse> {
  public:
   explicit ViewWriter(absl::StatusOr<DataloaderService::View> view) {
     if (!view.ok()) {
-      Finish(grpc::Status(static_cast<grpc::StatusCode>(view.status().code()), std::string(view.status().message())));
+      Finish(ToGrpcStatus(view.status()));
       return;
     }
     view_ = *std::move(view);
@@ -56,8 +63,10 @@ class ViewWriter : public grpc::ServerWriteReactor<FetchMicrobatchResponse> {
 
 }  // namespace
 
-void DataloaderService::SetPlan(const worker::v1::Plan& plan) {
+void DataloaderService::SetPlan(const worker::v1::Plan& plan, std::optional<DataloaderMetrics> metrics) {
   absl::MutexLock lock(&mutex_);
+  metrics_ = std::move(metrics);
+  fetched_step_ = 0;
   generation_ = plan.generation();
   grants_.clear();
   for (const worker::v1::DataGrant& grant : plan.grants()) grants_[grant.access_token()] = grant;
@@ -68,6 +77,7 @@ void DataloaderService::Hold(std::shared_ptr<const Step> step) {
   absl::MutexLock lock(&mutex_);
   const uint64_t number = step->manifest.step();
   steps_[number] = std::move(step);
+  CountHeldLocked();
 }
 
 void DataloaderService::DropBefore(uint64_t step) {
@@ -81,28 +91,39 @@ void DataloaderService::Drop(uint64_t step) {
 }
 
 absl::StatusOr<DataloaderService::View> DataloaderService::Find(const FetchMicrobatchRequest& request) const {
-  const std::string view_name(
-      absl::StripPrefix(data::v1::MicrobatchView_Name(request.view()), "MICROBATCH_VIEW_"));
+  const std::string view_name = ViewName(request.view());
   absl::MutexLock lock(&mutex_);
   if (request.generation() != generation_) {
-    return absl::AbortedError(absl::StrCat("stale generation ", request.generation(), ": the dataloader serves generation ",
-                                           generation_, "; wait for the new plan"));
+    return RpcError(absl::StatusCode::kAborted,
+                    absl::StrCat("stale generation ", request.generation(), ": the dataloader serves generation ", generation_,
+                                 "; wait for the new plan"),
+                    "STALE_GENERATION",
+                    {{"generation", absl::StrCat(request.generation())}, {"plan_generation", absl::StrCat(generation_)}});
   }
   auto grant = grants_.find(request.access_token());
-  if (grant == grants_.end()) return absl::PermissionDeniedError("the access token is not of this plan");
+  if (grant == grants_.end()) {
+    return RpcError(absl::StatusCode::kPermissionDenied, "the access token is not of this plan", "ACCESS_TOKEN_UNKNOWN");
+  }
   const auto& views = grant->second.views();
   if (std::find(views.begin(), views.end(), request.view()) == views.end()) {
-    return absl::PermissionDeniedError(
-        absl::StrCat("worker ", grant->second.worker(), " may not fetch ", view_name, ": its plan does not need it"));
+    return RpcError(absl::StatusCode::kPermissionDenied,
+                    absl::StrCat("worker ", grant->second.worker(), " may not fetch ", view_name, ": its plan does not need it"),
+                    "VIEW_NOT_GRANTED", {{"worker", absl::StrCat(grant->second.worker())}, {"view", view_name}});
   }
   auto step = steps_.find(request.step());
   if (step == steps_.end()) {
-    return absl::NotFoundError(absl::StrCat("step ", request.step(), " is not held by this dataloader"));
+    return RpcError(absl::StatusCode::kNotFound, absl::StrCat("step ", request.step(), " is not held by this dataloader"),
+                    "STEP_NOT_HELD", {{"step", absl::StrCat(request.step())}});
   }
   const auto& microbatches = step->second->microbatches;
   if (request.microbatch() >= microbatches.size()) {
-    return absl::InvalidArgumentError(absl::StrCat("step ", request.step(), " has ", microbatches.size(),
-                                                   " microbatches, microbatch ", request.microbatch(), " was asked for"));
+    return RpcError(absl::StatusCode::kInvalidArgument,
+                    absl::StrCat("step ", request.step(), " has ", microbatches.size(), " microbatches, microbatch ",
+                                 request.microbatch(), " was asked for"),
+                    "MICROBATCH_OUT_OF_RANGE",
+                    {{"step", absl::StrCat(request.step())},
+                     {"microbatches", absl::StrCat(microbatches.size())},
+                     {"microbatch", absl::StrCat(request.microbatch())}});
   }
   const Microbatch& microbatch = microbatches[request.microbatch()];
   View found;
@@ -121,14 +142,35 @@ absl::StatusOr<DataloaderService::View> DataloaderService::Find(const FetchMicro
       found.bytes = microbatch.patches.size();
       break;
     default:
-      return absl::InvalidArgumentError("no view was named");
+      return RpcError(absl::StatusCode::kInvalidArgument, "no view was named", "VIEW_MISSING");
   }
   return found;
 }
 
 grpc::ServerWriteReactor<FetchMicrobatchResponse>* DataloaderService::FetchMicrobatch(
     grpc::CallbackServerContext*, const FetchMicrobatchRequest* request) {
-  return new ViewWriter(Find(*request));
+  absl::StatusOr<View> view = Find(*request);
+  Count(*request, view);
+  return new ViewWriter(std::move(view));
+}
+
+void DataloaderService::Count(const FetchMicrobatchRequest& request, const absl::StatusOr<View>& view) {
+  absl::MutexLock lock(&mutex_);
+  if (view.ok()) fetched_step_ = std::max(fetched_step_, request.step());
+  if (!metrics_.has_value()) return;
+  if (view.ok()) {
+    const std::string name = absl::AsciiStrToLower(ViewName(request.view()));
+    metrics_->views(name).Add();
+    metrics_->view_bytes(name).Add(static_cast<double>(view->bytes));
+    CountHeldLocked();
+  } else if (absl::IsPermissionDenied(view.status())) {
+    metrics_->denied_fetches.Add();
+  }
+}
+
+void DataloaderService::CountHeldLocked() {
+  if (!metrics_.has_value()) return;
+  metrics_->prefetched_steps.Set(static_cast<double>(std::distance(steps_.upper_bound(fetched_step_), steps_.end())));
 }
 
 }  // namespace moonpipe

@@ -5,20 +5,22 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "moonpipe/data/step_source.h"
 #include "moonpipe/data/v1/data_service.grpc.pb.h"
+#include "moonpipe/metrics/role_metrics.h"
 #include "moonpipe/worker/v1/plan.pb.h"
 
 namespace moonpipe {
 
 class DataloaderService : public data::v1::DataService::CallbackService {
  public:
-  // Forgets all steps and serves only callers of this plan from now on.
-  void SetPlan(const worker::v1::Plan& plan);
+  // Forgets all steps and serves only callers of this plan from now on. Fetches are counted in `metrics` where there are any.
+  void SetPlan(const worker::v1::Plan& plan, std::optional<DataloaderMetrics> metrics = std::nullopt);
   // Keeps a step until Drop.
   void Hold(std::shared_ptr<const Step> step);
   // Forgets the steps before `step`.
@@ -37,10 +39,15 @@ class DataloaderService : public data::v1::DataService::CallbackService {
   absl::StatusOr<View> Find(const data::v1::FetchMicrobatchRequest& request) const;
 
  private:
+  void Count(const data::v1::FetchMicrobatchRequest& request, const absl::StatusOr<View>& view);
+  void CountHeldLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
   mutable absl::Mutex mutex_;
   uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;
   std::map<std::string, worker::v1::DataGrant> grants_ ABSL_GUARDED_BY(mutex_);
   std::map<uint64_t, std::shared_ptr<const Step>> steps_ ABSL_GUARDED_BY(mutex_);
+  uint64_t fetched_step_ ABSL_GUARDED_BY(mutex_) = 0;  // the newest of which anything was fetched
+  std::optional<DataloaderMetrics> metrics_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace moonpipe

@@ -29,7 +29,7 @@ class DataPlan {
  public:
   DataPlan(Plan plan, DataloaderService* service) : plan_(std::move(plan)), service_(service), cursor_(plan_.cursor()) {}
 
-  absl::Status Start() {
+  absl::Status Start(const DataloaderMetrics& metrics) {
     MOONPIPE_ASSIGN_OR_RETURN(const ModelConfig config, ParseModelConfig(plan_.model_config_json()));
     const auto& spec = plan_.spec();
     options_.files.assign(spec.data().train().begin(), spec.data().train().end());
@@ -49,7 +49,7 @@ class DataPlan {
     options_.random_shift_pixels = spec.data().random_shift_pixels();
     options_.allow_outside_paths = spec.data().allow_outside_paths();
     MOONPIPE_ASSIGN_OR_RETURN(source_, OpenStepSource(options_));
-    service_->SetPlan(plan_);
+    service_->SetPlan(plan_, metrics);
     next_step_ = plan_.initial_state().step() + 1;
     return absl::OkStatus();
   }
@@ -141,7 +141,8 @@ absl::Status ServeDataloader(CoordinatorClient* client, DataloaderService* servi
       case ConnectResponse::kPlan: {
         client->SetActivity("opening data", "");
         plan = std::make_unique<DataPlan>(command.plan(), service);
-        if (absl::Status started = plan->Start(); !started.ok()) {
+        metrics.emplace(registry, command.plan().run());
+        if (absl::Status started = plan->Start(*metrics); !started.ok()) {
           worker::v1::WorkerFailure& failure = *event.mutable_failure();
           failure.set_generation(command.plan().generation());
           failure.set_code(static_cast<int32_t>(started.code()));
@@ -150,7 +151,6 @@ absl::Status ServeDataloader(CoordinatorClient* client, DataloaderService* servi
           client->Send(std::move(event));
           return started;
         }
-        metrics.emplace(registry, command.plan().run());
         event.mutable_plan_ready()->set_generation(command.plan().generation());
         break;
       }

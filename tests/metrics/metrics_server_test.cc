@@ -71,7 +71,7 @@ void TouchEverything(MetricsRegistry* registry) {
     worker.dataloader_wait.Observe(0.01);
     worker.vision_queue.Observe(0.01);
   }
-  EdgeMetrics(registry, "digits", "0", "features", "receive", "unix").payload_bytes.Add(4096);
+  EdgeMetrics(registry, "digits", "0", "features", "recv", "unix").payload_bytes.Add(4096);
   const DataloaderMetrics dataloader(registry, "digits");
   dataloader.step_duration.Observe(0.02);
   dataloader.prefetched_steps.Set(2);

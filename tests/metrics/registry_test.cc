@@ -101,8 +101,8 @@ TEST(RoleMetrics, CallsAreCountedByServiceMethodAndCode) {
                                       absl::Milliseconds(2));
   EXPECT_THAT(
       registry.Serialize(),
-      HasSubstr("moonpipe_rpc_server_duration_seconds_count{grpc_code=\"NOT_FOUND\",grpc_method=\"GetTrainingRun\","
-                "grpc_service=\"moonpipe.cluster.v1.ClusterService\"} 1"));
+      HasSubstr("moonpipe_rpc_server_duration_seconds_count{code=\"NOT_FOUND\",method=\"GetTrainingRun\","
+                "service=\"moonpipe.cluster.v1.ClusterService\"} 1"));
 }
 
 }  // namespace
