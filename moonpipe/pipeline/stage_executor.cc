@@ -226,6 +226,8 @@ absl::Status StageExecutor::ReduceTied(const StepContext& step) {
   const bool first = options_.decoder_chunk == 0;
   MOONPIPE_RETURN_IF_ERROR(Send(step, first ? kTiedForward : kTiedBack, 0, own));
   MOONPIPE_ASSIGN_OR_RETURN(torch::Tensor other, Receive(step, first ? kTiedBack : kTiedForward, 0, own.sizes().vec()));
+  // Adding changes the gradient in place; an edge may still be writing it.
+  MOONPIPE_RETURN_IF_ERROR(options_.edges->senders.at(first ? kTiedForward : kTiedBack)->Flush(step.deadline));
   stage.AddTiedGradient(other);
   return absl::OkStatus();
 }

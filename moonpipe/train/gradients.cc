@@ -18,7 +18,10 @@ GradientAccumulator::GradientAccumulator(ParameterStore* store, uint32_t groups)
 
 void GradientAccumulator::Begin() {
   torch::NoGradGuard no_grad;
-  for (auto& group : gradients_) torch::_foreach_zero_(group);
+  // A worker whose part is frozen has none, and an empty list is an error.
+  if (!parameters_.empty()) {
+    for (auto& group : gradients_) torch::_foreach_zero_(group);
+  }
   finished_ = false;
   Select(0);
 }

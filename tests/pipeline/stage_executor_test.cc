@@ -85,6 +85,30 @@ class StepProvider : public MicrobatchProvider {
   const Step* const step_;
 };
 
+// Hands its messages over as late as an edge may: when they are flushed. What changes a tensor before that changes what is sent.
+class LateSendEdge : public SendEdge {
+ public:
+  explicit LateSendEdge(std::unique_ptr<SendEdge> edge) : edge_(std::move(edge)) {}
+  absl::Status Send(const MessageHeader& header, Payload payload, absl::Time) override {
+    waiting_.emplace_back(header, std::move(payload));
+    return absl::OkStatus();
+  }
+  absl::Status Flush(absl::Time deadline) override {
+    for (auto& [header, payload] : std::exchange(waiting_, {})) {
+      if (absl::Status sent = edge_->Send(header, std::move(payload), deadline); !sent.ok()) return sent;
+    }
+    return edge_->Flush(deadline);
+  }
+  void Abort(const absl::Status& reason) override { edge_->Abort(reason); }
+  EdgeCounters counters() const override { return edge_->counters(); }
+  const std::string& name() const override { return edge_->name(); }
+  std::string transport() const override { return edge_->transport(); }
+
+ private:
+  const std::unique_ptr<SendEdge> edge_;
+  std::vector<std::pair<MessageHeader, Payload>> waiting_;
+};
+
 // All workers of a schedule in this process.
 class Workers {
  public:
@@ -95,6 +119,8 @@ class Workers {
     uint32_t groups = 1;
     std::string schedule = "1f1b";
     std::map<std::string, EdgeFaults> faults = {};
+    std::string late_edge = {};  // this one hands its messages over late
+    bool vision_frozen = false;
   };
 
   explicit Workers(const Options& options, const Step& step = DigitsStep()) : provider_(&step) {
@@ -126,6 +152,10 @@ class Workers {
       }
       worker.store = std::make_unique<ParameterStore>(config, range);
       DrawFreshWeights(11, *worker.store);
+      for (const Parameter& parameter : worker.store->parameters()) {
+        const bool decoder = parameter.published.front().part == ModelPartKind::kDecoder;
+        if (options.vision_frozen && !decoder) torch::Tensor(parameter.value).requires_grad_(false);
+      }
       worker.gradients = std::make_unique<GradientAccumulator>(worker.store.get(), options.groups);
       if (range.has_vision) worker.vision = std::make_unique<VisionStage>(worker.store.get(), worker.gradients.get());
       if (chunk != kVisionChunk) worker.decoder = std::make_unique<DecoderStage>(worker.store.get(), worker.gradients.get());
@@ -141,6 +171,7 @@ class Workers {
       InProcessEdgeOptions edge_options;
       if (const auto fault = options.faults.find(name); fault != options.faults.end()) edge_options.faults = fault->second;
       InProcessEdge edge = MakeInProcessEdge(name, edge_options);
+      if (name == options.late_edge) edge.sender = std::make_unique<LateSendEdge>(std::move(edge.sender));
       workers_[sender].edges.senders[name] = std::move(edge.sender);
       workers_[receiver].edges.receivers[name] = std::move(edge.receiver);
     };
@@ -203,6 +234,13 @@ class Workers {
     for (Worker& worker : workers_) worker.edges.Abort(reason);
   }
 
+  // Ends waits without closing a connection under a peer, whose error would then be another.
+  void AbortReceivers(const absl::Status& reason) {
+    for (Worker& worker : workers_) {
+      for (auto& [name, edge] : worker.edges.receivers) edge->Abort(reason);
+    }
+  }
+
   // Of the worker that failed first.
   const StageExecutor::Position& position() const { return failed_->position(); }
   const worker::v1::StepReport& report(size_t worker) const { return workers_[worker].report; }
@@ -221,7 +259,7 @@ class Workers {
     std::map<std::string, std::string> gradients;
     for (const Worker& worker : workers_) {
       for (const TensorSpec& spec : worker.store->specs()) {
-        if (!spec.trainable) continue;
+        if (!spec.trainable || !worker.store->PublishedGradient(spec.name).defined()) continue;
         const torch::Tensor gradient = worker.store->PublishedGradient(spec.name).contiguous();
         std::string bytes(static_cast<const char*>(gradient.const_data_ptr()), gradient.nbytes());
         const auto [at, inserted] = gradients.emplace(spec.name, bytes);
@@ -283,6 +321,25 @@ TEST(StageExecutorTest, GpipeGivesTheBitsOf1F1B) {
 TEST(StageExecutorTest, TiedEmbeddingsGiveTheSameBitsOnOneTwoAndFourStages) {
   ExpectEqualSteps({.stages = 1, .tied = true}, {.stages = 2, .vision_in_first_stage = false, .tied = true});
   ExpectEqualSteps({.stages = 1, .tied = true}, {.stages = 4, .tied = true});
+}
+
+TEST(StageExecutorTest, ATiedGradientIsSentAsItWasHoweverLateTheEdgeWritesIt) {
+  for (const char* edge : {"tied-gradient.forward", "tied-gradient.back"}) {
+    ExpectEqualSteps({.stages = 1, .tied = true}, {.stages = 2, .tied = true, .late_edge = edge});
+  }
+}
+
+TEST(StageExecutorTest, AFrozenTowerStillSendsItsFeaturesAndTheDecoderTrainsAlike) {
+  Workers frozen({.stages = 1, .vision_in_first_stage = false, .vision_frozen = true}), moving({.stages = 1, .vision_in_first_stage = false});
+  const absl::Status ran = frozen.Run();
+  ASSERT_TRUE(ran.ok()) << ran;
+  ASSERT_TRUE(moving.Run().ok());
+  EXPECT_EQ(frozen.Losses(), moving.Losses());
+  const auto gradients = frozen.Gradients();
+  EXPECT_GT(gradients.size(), 50U);
+  EXPECT_LT(gradients.size(), moving.Gradients().size());
+  const auto expected = moving.Gradients();
+  for (const auto& [name, bytes] : gradients) EXPECT_TRUE(bytes == expected.at(name)) << name;
 }
 
 TEST(StageExecutorTest, ATiedGradientIsTheSumOfEmbeddingAndHead) {
@@ -447,7 +504,7 @@ TEST(StageExecutorTest, AnAbortEndsAWaitAtOnceWithItsReason) {
   Workers workers({.stages = 2, .faults = {{"activation.0", faults}}});
   workers.on_action = [&](int32_t chunk, const std::string& action, const std::string&) {
     // Stage 0 has sent all it can and is about to wait for a gradient: both stages wait now or soon.
-    if (chunk == 0 && action == "0RG0") workers.Abort(absl::AbortedError("the coordinator ends the step"));
+    if (chunk == 0 && action == "0RG0") workers.AbortReceivers(absl::AbortedError("the coordinator ends the step"));
   };
   const absl::Status failed = workers.Run(absl::InfiniteDuration());
   EXPECT_EQ(failed.code(), absl::StatusCode::kAborted) << failed;

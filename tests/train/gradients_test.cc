@@ -146,5 +146,15 @@ TEST(GradientsTest, AParameterThatNeedsNoGradientGetsNone) {
   EXPECT_TRUE(store.Get(kEmbedding).grad().defined());
 }
 
+TEST(GradientsTest, AWorkerWhosePartIsFrozenHasNothingToAccumulate) {
+  ParameterStore store = Store(TinyConfig(), {.has_vision = true});
+  for (const Parameter& parameter : store.parameters()) torch::Tensor(parameter.value).requires_grad_(false);
+  GradientAccumulator gradients(&store, 2);
+  gradients.Begin();
+  gradients.Select(1);
+  gradients.Finish();
+  EXPECT_FALSE(store.parameters().front().value.grad().defined());
+}
+
 }  // namespace
 }  // namespace moonpipe
