@@ -21,7 +21,8 @@ target_include_directories(moonpipe_libtorch SYSTEM INTERFACE
   ${MOONPIPE_TORCH_DIR}/torch/include
   ${MOONPIPE_TORCH_DIR}/torch/include/torch/csrc/api/include)
 # The CUDA runtime libraries that torch_cpu loads are found by its own RPATH when the program runs.
-target_link_libraries(moonpipe_libtorch INTERFACE torch_cpu c10)
+# Our own at::parallel_for must run on the OpenMP runtime that torch has: the wheel's.
+target_link_libraries(moonpipe_libtorch INTERFACE torch_cpu c10 ${torch_lib}/libgomp.so.1)
 target_link_options(moonpipe_libtorch INTERFACE -Wl,--allow-shlib-undefined)
 list(APPEND CMAKE_BUILD_RPATH ${torch_lib})
 

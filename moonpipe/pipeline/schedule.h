@@ -1,5 +1,5 @@
-// A schedule is data: the actions of every worker in order, made by pure functions, printable, checkable, priceable. The executor
-// only walks the list. No LibTorch, no clock.
+// A schedule is data: the actions of every worker in order, made by pure functions, printable, checkable, priceable.
+// The executor only walks the list. No LibTorch, no clock.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace moonpipe {
 
-// Codes as printed: `2F0` is chunk 2, forward, microbatch 0. The vision tower is chunk `V`. Actions without a microbatch
-// (reduce, report) end in nothing: `0RT`.
+// Codes as printed: `2F0` is chunk 2, forward, microbatch 0. The vision tower is chunk `V`. Actions without a
+// microbatch (reduce, report) end in nothing: `0RT`.
 enum class ActionType {
   kForward,                 // F   0F3, VF3: the tower encodes the pictures of microbatch 3
   kBackward,                // B   input and weight gradients
@@ -52,10 +52,11 @@ struct ScheduleOptions {
   std::string name = "1f1b";  // 1f1b or gpipe
   int32_t stages = 1;         // decoder chunks, one a worker
   int32_t microbatches = 1;
-  bool has_vision = true;           // the model has a tower
-  bool vision_in_first_stage = false;  // the tower's chunk lies on the worker of stage 0
-  bool tied_embeddings = false;     // adds RT where first and last stage differ
-  bool forward_only = false;        // decoding: no backward, no report of gradients
+  bool has_vision = true;  // the model has a tower
+  // The tower's chunk lies on the worker of stage 0; says nothing without a tower.
+  bool vision_in_first_stage = false;
+  bool tied_embeddings = false;  // adds RT where first and last stage differ
+  bool forward_only = false;     // decoding: no backward, no report of gradients
 };
 
 struct Schedule {
@@ -67,12 +68,17 @@ struct Schedule {
 };
 
 // INVALID_ARGUMENT for an unknown name (with the known ones) or numbers the schedule is not defined for.
-// In 1F1B the tower counts as a stage ahead of stage 0: with p pipeline positions in all, position r runs p-1-r forwards ahead
-// before it alternates one forward, one backward. Sends and receives are their own actions.
+// In 1F1B the tower counts as a stage ahead of stage 0: with p pipeline positions in all, position r runs p-1-r
+// forwards ahead before it alternates one forward, one backward. Sends and receives are their own actions. A tower on
+// the worker of stage 0 hands its features over in memory: no SF, RF, SH, RH there, VF(m) stands right before 0F(m) and
+// VB(m) right after 0B(m). Backwards of a chunk always stand in the order of their microbatches: it is the order in
+// which gradients are added.
 absl::StatusOr<Schedule> MakeSchedule(const ScheduleOptions& options);
 
-// Proves that the schedule is complete (every microbatch passes every chunk once forward and once backward, sends and receives
-// pair up in the same order on both ends of every edge) and free of deadlock when every send waits for its receive (rendezvous).
+// Proves that the schedule is complete (every microbatch passes every chunk once forward and once backward, backwards
+// in the order of their microbatches, sends and receives pair up in the same order on both ends of every edge, the
+// report is last) and free of deadlock when every send waits for its receive: rendezvous with no buffer at all, nothing
+// posted ahead. The executor's edges read ahead and send behind, so what runs without buffers runs with them.
 // INVALID_ARGUMENT names the worker and the action.
 absl::Status ValidateSchedule(const Schedule& schedule);
 

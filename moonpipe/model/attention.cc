@@ -1,0 +1,61 @@
+#include "moonpipe/model/attention.h"
+
+#include "moonpipe/model/linear.h"
+#include "moonpipe/model/norms.h"
+
+namespace moonpipe {
+namespace {
+
+using torch::Tensor;
+
+// The reference norms the latent vectors with this, whatever rms_norm_eps says.
+constexpr double kLatentNormEps = 1e-6;
+
+}  // namespace
+
+LatentAttention::LatentAttention(const ParameterStore& store, const std::string& prefix) {
+  const TextConfig& config = store.config().text;
+  heads_ = config.num_attention_heads;
+  nope_ = config.qk_nope_head_dim;
+  rope_ = config.qk_rope_head_dim;
+  value_ = config.v_head_dim;
+  kv_rank_ = config.kv_lora_rank;
+  scale_ = AttentionScale(config);
+  if (config.q_lora_rank.has_value()) {
+    q_a_proj_ = store.Get(prefix + "q_a_proj.weight");
+    q_a_norm_ = store.Get(prefix + "q_a_layernorm.weight");
+    q_b_proj_ = store.Get(prefix + "q_b_proj.weight");
+  } else {
+    q_proj_ = store.Get(prefix + "q_proj.weight");
+  }
+  kv_a_proj_ = store.Get(prefix + "kv_a_proj_with_mqa.weight");
+  kv_a_norm_ = store.Get(prefix + "kv_a_layernorm.weight");
+  kv_b_proj_ = store.Get(prefix + "kv_b_proj.weight");
+  o_proj_ = store.Get(prefix + "o_proj.weight");
+}
+
+Tensor LatentAttention::Query(const Tensor& x_TH) const {
+  if (q_proj_.defined()) return Linear(x_TH, q_proj_);
+  return Linear(RmsNorm(Linear(x_TH, q_a_proj_), q_a_norm_, kLatentNormEps), q_b_proj_);
+}
+
+Tensor LatentAttention::Forward(const Tensor& x_TH, const SpanLayout& layout, const RotaryTable& rotary) const {
+  const int64_t tokens = x_TH.size(0);
+  const std::vector<Tensor> query = Query(x_TH).view({tokens, heads_, nope_ + rope_}).split_with_sizes({nope_, rope_}, -1);
+  const Tensor q_TNq = torch::cat({query[0], Rotate(query[1], rotary)}, -1);
+
+  const std::vector<Tensor> latent = Linear(x_TH, kv_a_proj_).split_with_sizes({kv_rank_, rope_}, -1);
+  const Tensor expanded_TNe = Linear(RmsNorm(latent[0], kv_a_norm_, kLatentNormEps), kv_b_proj_).view({tokens, heads_, nope_ + value_});
+  const std::vector<Tensor> expanded = expanded_TNe.split_with_sizes({nope_, value_}, -1);
+  const Tensor shared_key_T1r = Rotate(latent[1].unsqueeze(1), rotary);
+  const Tensor k_TNq = torch::cat({expanded[0], shared_key_T1r.expand({tokens, heads_, rope_})}, -1);
+
+  // Values of the query's width keep the fast attention path on CPUs; the extra columns are zeros in and zeros out.
+  const int64_t padding = nope_ + rope_ - value_;
+  const Tensor v_TNq = padding == 0 ? expanded[1] : at::constant_pad_nd(expanded[1], {0, padding}, 0);
+  const Tensor attended_TNq = SpanAttention(q_TNq, k_TNq, v_TNq, layout, /*causal=*/true, scale_);
+  const Tensor attended_TNv = padding == 0 ? attended_TNq : attended_TNq.narrow(-1, 0, value_);
+  return Linear(attended_TNv.reshape({tokens, heads_ * value_}), o_proj_);
+}
+
+}  // namespace moonpipe

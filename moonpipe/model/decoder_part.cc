@@ -1,0 +1,86 @@
+#include "moonpipe/model/decoder_part.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "moonpipe/model/linear.h"
+#include "moonpipe/model/media_scatter.h"
+#include "moonpipe/model/norms.h"
+#include "moonpipe/model/router.h"
+
+namespace moonpipe {
+
+using torch::Tensor;
+
+DecoderPart::DecoderPart(const ParameterStore& store)
+    : config_(store.config().text),
+      media_token_(store.config().vision.has_value() ? store.config().media_placeholder_token_id : -1),
+      device_(store.parameters().front().value.device()) {
+  const PartRange& range = store.range();
+  if (range.has_embedding) embedding_ = store.Get(store.decoder_prefix() + "embed_tokens.weight");
+  for (int64_t layer = range.first_layer; layer < range.end_layer; ++layer) layers_.emplace_back(store, layer);
+  if (range.has_head) {
+    final_norm_ = store.Get(store.decoder_prefix() + "norm.weight");
+    head_ = store.HeadWeight();
+  }
+}
+
+Tensor DecoderPart::Embed(const DecoderInput& input) const {
+  const Tensor& ids_T = input.tokens_or_hidden;
+  TORCH_CHECK(ids_T.dim() == 1 && ids_T.scalar_type() == torch::kLong, "the part with the embedding takes token ids, int64 [T], but got ",
+              ids_T.scalar_type(), " ", ids_T.sizes());
+  const Tensor embedded_TH = at::embedding(embedding_, ids_T);
+  if (media_token_ < 0) return embedded_TH;
+  return ScatterMedia(embedded_TH, MediaPositions(ids_T, media_token_), input.features_MH);
+}
+
+RotaryTable DecoderPart::Rotary(const std::vector<int64_t>& document_lengths) {
+  const int64_t longest = *std::max_element(document_lengths.begin(), document_lengths.end());
+  if (!positions_.cos_T1d.defined() || positions_.cos_T1d.size(0) < longest) {
+    positions_ = MakeRotaryTable(TextAngles(config_, std::max<int64_t>(longest, 256)));
+    positions_ = {positions_.cos_T1d.to(device_), positions_.sin_T1d.to(device_)};
+  }
+  std::vector<int64_t> positions;
+  for (const int64_t length : document_lengths) {
+    positions.resize(positions.size() + static_cast<size_t>(length));
+    std::iota(positions.end() - length, positions.end(), 0);
+  }
+  const Tensor positions_T = torch::tensor(positions, torch::kLong).to(device_);
+  return {positions_.cos_T1d.index_select(0, positions_T), positions_.sin_T1d.index_select(0, positions_T)};
+}
+
+DecoderOutput DecoderPart::Forward(const DecoderInput& input) {
+  const SpanLayout layout(input.document_lengths, device_);
+  TORCH_CHECK(layout.num_rows() == input.tokens_or_hidden.size(0) && layout.num_rows() > 0, "documents of ", layout.num_rows(),
+              " tokens in all, but the input has ", input.tokens_or_hidden.size(0), " rows");
+  const RotaryTable rotary = Rotary(input.document_lengths);
+  Tensor hidden_TH = embedding_.defined() ? Embed(input) : input.tokens_or_hidden;
+  TORCH_CHECK(hidden_TH.dim() == 2 && hidden_TH.size(1) == config_.hidden_size, "hidden states must be [T, ", config_.hidden_size,
+              "], got ", hidden_TH.sizes());
+  if (observer_ && embedding_.defined()) observer_("inputs_embeds", hidden_TH);
+
+  DecoderOutput output;
+  for (const DecoderLayer& layer : layers_) {
+    Tensor counts_E;
+    hidden_TH = layer.Forward(hidden_TH, layout, rotary, &counts_E, observer_);
+    if (layer.has_experts()) output.loads.push_back({layer.layer(), counts_E});
+  }
+  if (head_.defined()) {
+    const Tensor normed_TH = RmsNorm(hidden_TH, final_norm_, config_.rms_norm_eps);
+    hidden_TH = Linear(normed_TH, head_);
+    if (observer_) {
+      observer_("norm", normed_TH);
+      observer_("logits", hidden_TH);
+    }
+  }
+  output.hidden_or_logits = hidden_TH;
+  return output;
+}
+
+void DecoderPart::UpdateCorrection(int64_t layer, const Tensor& counts_E, double rate) {
+  const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const DecoderLayer& known) { return known.layer() == layer; });
+  TORCH_CHECK(found != layers_.end() && found->has_experts(), "layer ", layer, " is not a layer with experts of this part");
+  moonpipe::UpdateCorrection(found->experts().correction(), counts_E, rate);
+}
+
+}  // namespace moonpipe

@@ -1,0 +1,70 @@
+// Decoder layers [first, end) of a model, with the embedding and the head where the part has them:
+//
+//   token ids [T] -> embed -> write features -> layers -> norm -> head -> logits [T, V]       (one part)
+//   token ids [T] -> embed -> write features -> layers -> hidden [T, H]                       (first of several)
+//   hidden [T, H] -> layers -> norm -> head -> logits [T, V]                                  (last of several)
+//
+// Rows are whole documents packed one after the other, without padding; positions start at 0 in each. Splitting a model into parts
+// changes no bit of any result.
+//
+// Shapes: T tokens, H hidden, V vocabulary, M media placeholders, E experts.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <vector>
+
+#include "moonpipe/model/decoder_layer.h"
+#include "moonpipe/model/observer.h"
+#include "moonpipe/model/parameter_store.h"
+
+namespace moonpipe {
+
+struct DecoderInput {
+  torch::Tensor tokens_or_hidden;        // int64 [T] for the part with the embedding, else [T, H]
+  std::vector<int64_t> document_lengths;  // sum T, each above 0
+  torch::Tensor features_MH;             // part with the embedding only; undefined without pictures
+};
+
+// Tokens that each expert of a layer got, in this forward.
+struct ExpertLoad {
+  int64_t layer = 0;
+  torch::Tensor counts_E;  // int64 on the host
+};
+
+struct DecoderOutput {
+  torch::Tensor hidden_or_logits;  // logits of the part with the head, in the weights' dtype
+  std::vector<ExpertLoad> loads;   // one per layer with experts, ascending
+};
+
+// Not safe for use from two threads at once.
+class DecoderPart {
+ public:
+  // Keeps handles to the store's parameters, not the store.
+  explicit DecoderPart(const ParameterStore& store);
+
+  // Builds the graph unless gradients are off. Throws c10::Error for rows that do not add up, with both numbers.
+  DecoderOutput Forward(const DecoderInput& input);
+
+  // b += rate * sign(mean(c) - c) for a layer of this part; counts summed over the whole step.
+  void UpdateCorrection(int64_t layer, const torch::Tensor& counts_E, double rate);
+
+  void set_observer(TensorObserver observer) { observer_ = std::move(observer); }
+
+ private:
+  torch::Tensor Embed(const DecoderInput& input) const;
+  RotaryTable Rotary(const std::vector<int64_t>& document_lengths);
+
+  TextConfig config_;
+  int64_t media_token_;
+  torch::Device device_;
+  torch::Tensor embedding_;   // undefined without
+  torch::Tensor final_norm_;  // undefined without head
+  torch::Tensor head_;
+  std::vector<DecoderLayer> layers_;
+  // Angles of positions 0 .. n, grown to the longest document seen.
+  RotaryTable positions_;
+  TensorObserver observer_;
+};
+
+}  // namespace moonpipe

@@ -1,0 +1,20 @@
+// Every matrix product with a weight goes through here, dense or by expert, so that the weight's gradient is made in one place.
+//
+// Shapes: T rows (tokens or patches), R rows sorted by expert, E experts, I and O input and output width.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace moonpipe {
+
+// x_TI [T, I], weight_OI [O, I], bias_O [O] or undefined -> [T, O].
+torch::Tensor Linear(const torch::Tensor& x_TI, const torch::Tensor& weight_OI, const torch::Tensor& bias_O = {});
+
+// One weight per expert over contiguous slices of rows: rows offsets[e] .. offsets[e + 1] of x_RI [R, I] times weight_EOI[e]
+// transposed -> [R, O]. `offsets` has E + 1 entries from 0 to R. An expert without rows gets a gradient of exact zeros.
+torch::Tensor GroupedLinear(const torch::Tensor& x_RI, const torch::Tensor& weight_EOI, const std::vector<int64_t>& offsets);
+
+}  // namespace moonpipe

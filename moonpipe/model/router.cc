@@ -1,0 +1,43 @@
+#include "moonpipe/model/router.h"
+
+#include <limits>
+
+namespace moonpipe {
+namespace {
+
+using torch::Tensor;
+
+// Scores of experts outside the kept groups become -infinity; zero would win over negative corrected scores.
+Tensor KeepBestGroups(const TextConfig& config, const Tensor& choice_TE) {
+  const Tensor by_group_TGg = choice_TE.unflatten(1, {config.n_group, -1});
+  const Tensor group_scores_TG = std::get<0>(by_group_TGg.topk(2, -1)).sum(-1);
+  const Tensor kept_TJ = std::get<1>(group_scores_TG.topk(config.topk_group, -1, true, false));
+  const Tensor dropped_TG = torch::ones_like(group_scores_TG, torch::kBool).scatter_(1, kept_TJ, false);
+  return by_group_TGg.masked_fill(dropped_TG.unsqueeze(-1), -std::numeric_limits<float>::infinity()).flatten(1);
+}
+
+}  // namespace
+
+Routing Route(const TextConfig& config, const Tensor& logits_TE, const Tensor& correction_E) {
+  const Tensor scores_TE = logits_TE.sigmoid();
+  Routing routing;
+  {
+    const torch::NoGradGuard no_grad;
+    Tensor choice_TE = scores_TE + correction_E;
+    if (config.n_group > 1) choice_TE = KeepBestGroups(config, choice_TE);
+    const Tensor chosen_TK = std::get<1>(choice_TE.topk(config.num_experts_per_tok, -1, true, false));
+    routing.indices_TK = std::get<0>(chosen_TK.sort(-1));
+  }
+  Tensor weights_TK = scores_TE.gather(1, routing.indices_TK);
+  if (config.norm_topk_prob && config.num_experts_per_tok > 1) weights_TK = weights_TK / (weights_TK.sum(-1, true) + 1e-20);
+  routing.weights_TK = weights_TK * config.routed_scaling_factor;
+  return routing;
+}
+
+void UpdateCorrection(Tensor correction_E, const Tensor& counts_E, double rate) {
+  const torch::NoGradGuard no_grad;
+  const Tensor counts = counts_E.to(correction_E.device(), torch::kDouble);
+  correction_E.add_((counts.mean() - counts).sign().to(correction_E.scalar_type()), rate);
+}
+
+}  // namespace moonpipe

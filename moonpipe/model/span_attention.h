@@ -1,0 +1,47 @@
+// Attention of a packed sequence whose rows are cut into spans (documents, or pictures) that never see each other. No mask over
+// sequence x sequence exists: spans of one length are one batched call, so a span's result has the same bits in any company.
+//
+// Shapes: T rows, N heads, d width of query and key (and of the value, padded).
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace moonpipe {
+
+// How consecutive spans cover T rows.
+class SpanLayout {
+ public:
+  // Lengths above 0, in the order of the rows.
+  SpanLayout(std::vector<int64_t> lengths, torch::Device device);
+
+  struct Group {
+    int64_t length = 0;
+    int64_t count = 0;
+    int64_t first_row = 0;  // in grouped order
+  };
+
+  int64_t num_rows() const { return num_rows_; }
+  const std::vector<int64_t>& lengths() const { return lengths_; }
+  // By first appearance of the length.
+  const std::vector<Group>& groups() const { return groups_; }
+  // Grouped order lists spans of equal length together. False: the rows stand in it already, and order and inverse are undefined.
+  bool needs_order() const { return order_.defined(); }
+  const torch::Tensor& order() const { return order_; }
+  const torch::Tensor& inverse() const { return inverse_; }
+
+ private:
+  std::vector<int64_t> lengths_;
+  int64_t num_rows_ = 0;
+  std::vector<Group> groups_;
+  torch::Tensor order_;
+  torch::Tensor inverse_;
+};
+
+// softmax(scale * q k^T) v within each span, lower triangle only if causal. q, k, v [T, N, d] -> [T, N, d].
+torch::Tensor SpanAttention(const torch::Tensor& q_TNd, const torch::Tensor& k_TNd, const torch::Tensor& v_TNd, const SpanLayout& layout,
+                            bool causal, double scale);
+
+}  // namespace moonpipe

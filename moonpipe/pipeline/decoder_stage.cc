@@ -1,0 +1,168 @@
+#include "moonpipe/pipeline/decoder_stage.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "moonpipe/base/status_macros.h"
+#include "moonpipe/base/torch_status.h"
+#include "moonpipe/model/loss.h"
+
+namespace moonpipe {
+namespace {
+
+// int32 bytes as they travel -> int64 [T].
+absl::StatusOr<torch::Tensor> ToIndices(const std::string& bytes, int64_t expected, const char* what, uint32_t microbatch) {
+  if (bytes.size() != static_cast<size_t>(expected) * sizeof(int32_t)) {
+    return absl::DataLossError(absl::StrCat("microbatch ", microbatch, ": ", bytes.size(), " bytes of ", what, " came, ", expected,
+                                            " rows need ", expected * static_cast<int64_t>(sizeof(int32_t))));
+  }
+  torch::Tensor values = torch::empty({expected}, torch::kInt32);
+  std::memcpy(values.mutable_data_ptr(), bytes.data(), bytes.size());
+  return values.to(torch::kInt64);
+}
+
+}  // namespace
+
+DecoderStage::DecoderStage(ParameterStore* store, GradientAccumulator* gradients)
+    : store_(store), gradients_(gradients), part_(*store) {}
+
+std::vector<data::v1::MicrobatchView> DecoderStage::views() const {
+  std::vector<data::v1::MicrobatchView> views;
+  if (store_->range().has_embedding) views.push_back(data::v1::MICROBATCH_VIEW_TOKENS);
+  if (store_->range().has_head) views.push_back(data::v1::MICROBATCH_VIEW_LABELS);
+  return views;
+}
+
+absl::Status DecoderStage::BeginStep(const StepContext& step) {
+  step_ = step;
+  in_flight_.clear();
+  expert_counts_.clear();
+  losses_.clear();
+  next_tokens_.clear();
+  tied_added_ = false;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<torch::Tensor> DecoderStage::Forward(uint32_t microbatch, const StageInputs& inputs) {
+  return CatchTorch([&] { return ForwardOrThrow(microbatch, inputs); });
+}
+
+absl::StatusOr<torch::Tensor> DecoderStage::ForwardOrThrow(uint32_t microbatch, const StageInputs& inputs) {
+  const auto& manifest = step_.run->manifest().microbatches(static_cast<int>(microbatch));
+  const PartRange& range = store_->range();
+  const bool decode = step_.run->decode();
+  torch::AutoGradMode graph(!decode);
+  InFlight flight;
+  DecoderInput input;
+  input.document_lengths.assign(manifest.document_lengths().begin(), manifest.document_lengths().end());
+  if (range.has_embedding) {
+    MOONPIPE_ASSIGN_OR_RETURN(const std::string bytes,
+                              step_.provider->Take(microbatch, data::v1::MICROBATCH_VIEW_TOKENS, step_.deadline));
+    MOONPIPE_ASSIGN_OR_RETURN(input.tokens_or_hidden, ToIndices(bytes, manifest.tokens(), "tokens", microbatch));
+    if (inputs.features.defined()) {
+      flight.features = inputs.features.detach().requires_grad_(!decode);
+      input.features_MH = flight.features;
+    }
+  } else {
+    flight.hidden = inputs.hidden.detach().requires_grad_(!decode);
+    input.tokens_or_hidden = flight.hidden;
+  }
+  DecoderOutput output = part_.Forward(input);
+  for (const ExpertLoad& load : output.loads) {
+    torch::Tensor& counts = expert_counts_[load.layer];
+    counts = counts.defined() ? counts + load.counts_E : load.counts_E;
+  }
+  if (!range.has_head) {
+    flight.output = output.hidden_or_logits;
+    torch::Tensor hidden = flight.output.detach();
+    if (!decode) in_flight_[microbatch] = std::move(flight);
+    return hidden;
+  }
+  const torch::Tensor& logits_TV = output.hidden_or_logits;
+  if (decode) {
+    std::vector<int64_t> last_rows;
+    int64_t row = 0;
+    for (const int64_t length : input.document_lengths) last_rows.push_back((row += length) - 1);
+    const torch::Tensor next = logits_TV.index_select(0, torch::tensor(last_rows)).argmax(-1).to(torch::kInt32).contiguous();
+    const int32_t* tokens = next.const_data_ptr<int32_t>();
+    next_tokens_[microbatch].assign(tokens, tokens + next.numel());
+    return torch::Tensor();
+  }
+  MOONPIPE_ASSIGN_OR_RETURN(const std::string bytes,
+                            step_.provider->Take(microbatch, data::v1::MICROBATCH_VIEW_LABELS, step_.deadline));
+  MOONPIPE_ASSIGN_OR_RETURN(const torch::Tensor labels_T, ToIndices(bytes, manifest.tokens(), "labels", microbatch));
+  const Loss loss = SummedCrossEntropy(logits_TV, labels_T);
+  worker::v1::MicrobatchLoss& report = losses_[microbatch];
+  report.set_microbatch(microbatch);
+  report.set_loss_sum(loss.sum.item<float>());
+  report.set_trained_labels(manifest.trained_labels());
+  // The mean over the whole step's labels; a step without any is skipped by the coordinator, and then this is 0 / 1.
+  flight.output = loss.sum / static_cast<double>(std::max<uint64_t>(step_.run->trained_labels(), 1));
+  in_flight_[microbatch] = std::move(flight);
+  return torch::Tensor();
+}
+
+absl::StatusOr<StageGradients> DecoderStage::Backward(uint32_t microbatch, const torch::Tensor& output_gradient) {
+  auto found = in_flight_.extract(microbatch);
+  if (found.empty()) return absl::InternalError(absl::StrCat("microbatch ", microbatch, " has no forward to go back through"));
+  return CatchTorch([&]() -> absl::StatusOr<StageGradients> {
+    InFlight flight = std::move(found.mapped());
+    gradients_->Select(microbatch);
+    // Frozen layers behind an input without gradient have no graph.
+    if (flight.output.requires_grad()) flight.output.backward(output_gradient);
+    StageGradients gradients;
+    if (flight.hidden.defined()) gradients.hidden = flight.hidden.grad();
+    if (flight.features.defined()) gradients.features = flight.features.grad();
+    return gradients;
+  });
+}
+
+torch::Tensor DecoderStage::tied_gradient() {
+  if (!store_->config().text.tie_word_embeddings) return {};
+  gradients_->Finish();
+  if (store_->range().has_embedding) return store_->PublishedGradient(store_->decoder_prefix() + "embed_tokens.weight");
+  return store_->tied_head().grad();
+}
+
+void DecoderStage::AddTiedGradient(const torch::Tensor& other) {
+  torch::NoGradGuard no_grad;
+  torch::Tensor embedding = store_->PublishedGradient(store_->decoder_prefix() + "embed_tokens.weight");
+  // The part with the head alone has exact zeros there: its own share lies in the head's accumulator.
+  if (!store_->range().has_embedding) embedding.copy_(store_->tied_head().grad());
+  embedding.add_(other);
+  tied_added_ = true;
+}
+
+absl::Status DecoderStage::FillReport(worker::v1::StepReport& report) {
+  return CatchTorch([&]() -> absl::Status {
+    gradients_->Finish();
+    if (!tied_added_ && store_->tied_head().defined() && store_->range().has_embedding && !step_.run->decode()) {
+      AddTiedGradient(store_->tied_head().grad());
+    }
+    for (const auto& [microbatch, loss] : losses_) *report.add_losses() = loss;
+    for (const auto& [microbatch, tokens] : next_tokens_) report.mutable_next_tokens()->Add(tokens.begin(), tokens.end());
+    for (const auto& [layer, counts] : expert_counts_) {
+      worker::v1::ExpertCounts* entry = report.add_expert_counts();
+      entry->set_layer(static_cast<uint32_t>(layer));
+      const torch::Tensor host = counts.contiguous();
+      const int64_t* values = host.const_data_ptr<int64_t>();
+      for (int64_t e = 0; e < host.numel(); ++e) entry->add_counts(static_cast<uint64_t>(values[e]));
+    }
+    return absl::OkStatus();
+  });
+}
+
+void DecoderStage::UpdateExpertBiases(const worker::v1::CommitStep& commit, double rate) {
+  if (rate == 0) return;
+  torch::NoGradGuard no_grad;
+  for (const auto& entry : commit.expert_counts()) {
+    if (!expert_counts_.contains(entry.layer())) continue;  // another stage's layer
+    torch::Tensor counts = torch::empty({entry.counts_size()}, torch::kInt64);
+    for (int e = 0; e < entry.counts_size(); ++e) counts.mutable_data_ptr<int64_t>()[e] = static_cast<int64_t>(entry.counts(e));
+    part_.UpdateCorrection(entry.layer(), counts, rate);
+  }
+}
+
+}  // namespace moonpipe

@@ -1,0 +1,51 @@
+// A range of decoder layers as a stage. The first embeds tokens and scatters features; the last computes loss or next tokens.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "moonpipe/model/decoder_part.h"
+#include "moonpipe/model/parameter_store.h"
+#include "moonpipe/pipeline/stage.h"
+#include "moonpipe/train/gradients.h"
+
+namespace moonpipe {
+
+class DecoderStage : public Stage {
+ public:
+  // Both must outlive the stage.
+  DecoderStage(ParameterStore* store, GradientAccumulator* gradients);
+
+  absl::Status BeginStep(const StepContext& step) override;
+  std::vector<data::v1::MicrobatchView> views() const override;
+  absl::StatusOr<torch::Tensor> Forward(uint32_t microbatch, const StageInputs& inputs) override;
+  absl::StatusOr<StageGradients> Backward(uint32_t microbatch, const torch::Tensor& output_gradient) override;
+  int64_t hidden_size() const override { return store_->config().text.hidden_size; }
+  torch::Tensor tied_gradient() override;
+  void AddTiedGradient(const torch::Tensor& other) override;
+  absl::Status FillReport(worker::v1::StepReport& report) override;
+
+  // Moves the selection biases of the experts by the sign rule; counts are those of the whole cluster.
+  void UpdateExpertBiases(const worker::v1::CommitStep& commit, double rate);
+
+ private:
+  struct InFlight {
+    torch::Tensor hidden;    // leaf
+    torch::Tensor features;  // leaf
+    torch::Tensor output;    // with its graph; the scaled loss for the part with the head
+  };
+  absl::StatusOr<torch::Tensor> ForwardOrThrow(uint32_t microbatch, const StageInputs& inputs);
+
+  ParameterStore* const store_;
+  GradientAccumulator* const gradients_;
+  DecoderPart part_;
+  StepContext step_;
+  std::map<uint32_t, InFlight> in_flight_;
+  std::map<int64_t, torch::Tensor> expert_counts_;  // by layer
+  std::map<uint32_t, worker::v1::MicrobatchLoss> losses_;
+  std::map<uint32_t, std::vector<int32_t>> next_tokens_;
+  bool tied_added_ = false;
+};
+
+}  // namespace moonpipe

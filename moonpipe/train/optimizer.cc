@@ -1,0 +1,96 @@
+#include "moonpipe/train/optimizer.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace moonpipe {
+
+Optimizer::Optimizer(ParameterStore* store, const cluster::v1::OptimizerSpec& spec, std::vector<UpdateRule> rules)
+    : store_(store), beta1_(spec.beta1()), beta2_(spec.beta2()), epsilon_(spec.epsilon()), rules_(std::move(rules)) {
+  TORCH_CHECK(rules_.size() == store_->specs().size(), "one rule a tensor: ", rules_.size(), " rules for ", store_->specs().size());
+  for (size_t i = 0; i < rules_.size(); ++i) {
+    if (rules_[i].frozen) continue;
+    const TensorSpec& tensor = store_->specs()[i];
+    Entry entry{tensor.name, tensor.part, store_->PublishedValue(tensor.name).detach(), {}, {}, rules_[i]};
+    entry.exp_avg = torch::zeros_like(entry.value, torch::kFloat);
+    entry.exp_avg_sq = torch::zeros_like(entry.value, torch::kFloat);
+    entries_.push_back(std::move(entry));
+  }
+}
+
+void Optimizer::Step(double clip_factor, double learning_rate_factor, bool move_vision, bool move_decoder) {
+  torch::NoGradGuard no_grad;
+  ++steps_;
+  // One fused call for each set of tensors that share rate and decay.
+  std::map<std::pair<double, double>, std::vector<const Entry*>> batches;
+  for (const Entry& entry : entries_) {
+    const bool moves = entry.part == ModelPartKind::kDecoder ? move_decoder : move_vision;
+    if (moves) batches[{entry.rule.learning_rate, entry.rule.weight_decay}].push_back(&entry);
+  }
+  for (const auto& [rate_and_decay, batch] : batches) {
+    std::vector<torch::Tensor> values, gradients, exp_avgs, exp_avg_sqs, step_counts;
+    const torch::Tensor count = torch::full({}, static_cast<double>(steps_), torch::kFloat);
+    for (const Entry* entry : batch) {
+      values.push_back(entry->value);
+      gradients.push_back(store_->PublishedGradient(entry->name));
+      exp_avgs.push_back(entry->exp_avg);
+      exp_avg_sqs.push_back(entry->exp_avg_sq);
+      step_counts.push_back(count);
+    }
+    if (clip_factor != 1.0) torch::_foreach_mul_(gradients, clip_factor);
+    at::_fused_adamw_(values, gradients, exp_avgs, exp_avg_sqs, /*max_exp_avg_sqs=*/{}, step_counts,
+                      rate_and_decay.first * learning_rate_factor, beta1_, beta2_, rate_and_decay.second, epsilon_,
+                      /*amsgrad=*/false, /*maximize=*/false);
+  }
+}
+
+std::vector<StoredTensor> Optimizer::State() const {
+  std::vector<StoredTensor> state;
+  for (const Entry& entry : entries_) {
+    const std::vector<int64_t> shape = entry.value.sizes().vec();
+    state.push_back({absl::StrCat("exp_avg.", entry.name), StoredType::kF32, shape, entry.exp_avg.const_data_ptr()});
+    state.push_back({absl::StrCat("exp_avg_sq.", entry.name), StoredType::kF32, shape, entry.exp_avg_sq.const_data_ptr()});
+  }
+  return state;
+}
+
+absl::Status Optimizer::LoadState(const std::vector<SafetensorsFile>& files, uint64_t steps) {
+  auto read = [&](const std::string& name, torch::Tensor& into) -> absl::Status {
+    for (const SafetensorsFile& file : files) {
+      const auto found = file.Find(name);
+      if (!found.ok()) continue;
+      const StoredTensor& stored = **found;
+      if (stored.type != StoredType::kF32 || stored.shape != into.sizes().vec()) {
+        return absl::InvalidArgumentError(absl::StrCat("optimizer state ", name, " in ", file.path(), " is ", stored.ToString(),
+                                                       ", the model needs F32[", absl::StrJoin(into.sizes(), ", "), "]"));
+      }
+      std::memcpy(into.mutable_data_ptr(), stored.data, stored.num_bytes());
+      return absl::OkStatus();
+    }
+    return absl::NotFoundError(absl::StrCat("optimizer state ", name, " is in none of the ", files.size(),
+                                            " optimizer files; a group that was frozen cannot be thawed from this checkpoint"));
+  };
+  for (Entry& entry : entries_) {
+    for (auto& [prefix, tensor] : {std::pair<const char*, torch::Tensor&>{"exp_avg.", entry.exp_avg},
+                                   std::pair<const char*, torch::Tensor&>{"exp_avg_sq.", entry.exp_avg_sq}}) {
+      if (absl::Status status = read(absl::StrCat(prefix, entry.name), tensor); !status.ok()) return status;
+    }
+  }
+  steps_ = steps;
+  return absl::OkStatus();
+}
+
+uint64_t Optimizer::state_bytes() const {
+  uint64_t bytes = 0;
+  for (const Entry& entry : entries_) bytes += entry.exp_avg.nbytes() + entry.exp_avg_sq.nbytes();
+  return bytes;
+}
+
+}  // namespace moonpipe

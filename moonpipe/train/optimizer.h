@@ -1,0 +1,57 @@
+// AdamW with decoupled decay over one worker's published tensors (I. Loshchilov, F. Hutter, 2019), by LibTorch's fused kernel.
+// The arithmetic is that of torch.optim.AdamW; the step count that corrects the moments counts committed steps only.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "moonpipe/cluster/v1/training_run_spec.pb.h"
+#include "moonpipe/model/parameter_store.h"
+#include "moonpipe/spec/safetensors.h"
+#include "moonpipe/train/parameter_groups.h"
+
+namespace moonpipe {
+
+class Optimizer {
+ public:
+  // `store` must outlive the optimizer. `rules` has one entry a published tensor of the store. Frozen tensors get no state.
+  Optimizer(ParameterStore* store, const cluster::v1::OptimizerSpec& spec, std::vector<UpdateRule> rules);
+
+  // Multiplies every gradient by `clip_factor` and takes one step at each tensor's peak rate times `learning_rate_factor`. With
+  // `move_vision` and `move_decoder` false a part without work in the step stays as it is; otherwise it is stepped with its (zero)
+  // gradients: moments fade and weights decay.
+  void Step(double clip_factor, double learning_rate_factor, bool move_vision = true, bool move_decoder = true);
+
+  uint64_t steps() const { return steps_; }
+  const std::vector<UpdateRule>& rules() const { return rules_; }
+
+  // Moments as `exp_avg.NAME` and `exp_avg_sq.NAME`; the bytes belong to the optimizer and change with the next Step.
+  std::vector<StoredTensor> State() const;
+  // Reads the moments of this worker's tensors out of optimizer files, whatever worker wrote them. NOT_FOUND names the tensor that
+  // none of them has; INVALID_ARGUMENT for another shape, with both.
+  absl::Status LoadState(const std::vector<SafetensorsFile>& files, uint64_t steps);
+
+  // Bytes of the moments.
+  uint64_t state_bytes() const;
+
+ private:
+  struct Entry {
+    std::string name;
+    ModelPartKind part;
+    torch::Tensor value;  // views of published tensors
+    torch::Tensor exp_avg;
+    torch::Tensor exp_avg_sq;
+    UpdateRule rule;
+  };
+
+  ParameterStore* const store_;
+  const double beta1_, beta2_, epsilon_;
+  std::vector<UpdateRule> rules_;
+  std::vector<Entry> entries_;
+  uint64_t steps_ = 0;
+};
+
+}  // namespace moonpipe
