@@ -1,3 +1,11 @@
+# What every program of the tsan build needs beside its own code.
+if(MOONPIPE_SANITIZER STREQUAL "thread")
+  add_library(moonpipe_tsan OBJECT ${PROJECT_SOURCE_DIR}/tests/sanitizers/absl_mutex.cc)
+  target_link_libraries(moonpipe_tsan PUBLIC absl::synchronization ${CMAKE_DL_LIBS} PRIVATE moonpipe_warnings)
+else()
+  add_library(moonpipe_tsan INTERFACE)
+endif()
+
 # moonpipe_library(NAME SOURCES a.cc b.cc DEPS target... [TORCH]): a static library moonpipe_NAME with the alias moonpipe::NAME.
 # TORCH marks a library whose units include LibTorch; they share one precompiled header.
 function(moonpipe_library name)
@@ -31,7 +39,7 @@ function(moonpipe_binary name)
   cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPS" ${ARGN})
   add_executable(${name} ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
-  target_link_libraries(${name} PRIVATE ${ARG_DEPS} moonpipe_warnings)
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS} moonpipe_warnings moonpipe_tsan)
   if(ARG_TORCH)
     moonpipe_torch_executable(${name})
   endif()
@@ -47,7 +55,7 @@ function(moonpipe_test name)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   target_compile_definitions(${name} PRIVATE
     TEST_DATA_DIR="${PROJECT_SOURCE_DIR}/tests" SOURCE_DIR="${PROJECT_SOURCE_DIR}" BINARY_DIR="${CMAKE_BINARY_DIR}/bin")
-  target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gtest GTest::gmock GTest::gtest_main moonpipe_warnings)
+  target_link_libraries(${name} PRIVATE ${ARG_DEPS} GTest::gtest GTest::gmock GTest::gtest_main moonpipe_warnings moonpipe_tsan)
   if(ARG_TORCH)
     moonpipe_torch_executable(${name})
   endif()
