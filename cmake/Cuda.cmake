@@ -15,3 +15,5 @@ target_include_directories(moonpipe_libtorch_cuda SYSTEM INTERFACE ${cuda_includ
 target_compile_definitions(moonpipe_libtorch_cuda INTERFACE USE_C10D_NCCL)
 target_link_libraries(moonpipe_libtorch_cuda INTERFACE
   moonpipe_libtorch torch_cuda c10_cuda ${nccl_library} ${cudart_library})
+# CUDA's part of LibTorch registers itself when it is loaded; nothing refers to its symbols.
+target_link_options(moonpipe_libtorch_cuda INTERFACE -Wl,--no-as-needed)

@@ -45,7 +45,7 @@ void GradientAccumulator::Finish() {
 
 namespace {
 
-// Eight running sums, so that the order of addition is fixed and the loop still vectorises.
+// Of a gradient on the host. Eight running sums, so that the order of addition is fixed and the loop still vectorises.
 double SumOfSquares(const torch::Tensor& gradient) {
   const torch::Tensor flat = gradient.contiguous();
   const float* values = flat.const_data_ptr<float>();
@@ -69,12 +69,27 @@ void AddGradientNorms(const ParameterStore& store, const std::vector<UpdateRule>
   TORCH_CHECK(rules.size() == store.specs().size(), "one rule a tensor: ", rules.size(), " rules for ", store.specs().size());
   const bool embedding_is_a_copy = store.tied_head().defined() && !store.range().has_embedding;
   const std::string embedding = store.decoder_prefix() + "embed_tokens.weight";
+  // Gradients on a device (or of another type) are reduced where they are, in double precision, and fetched all at once.
+  std::vector<torch::Tensor> norms_elsewhere;
+  std::vector<worker::v1::ParameterNorm*> waiting;
   for (size_t i = 0; i < rules.size(); ++i) {
     const TensorSpec& spec = store.specs()[i];
     if (rules[i].frozen || (embedding_is_a_copy && spec.name == embedding)) continue;
     worker::v1::ParameterNorm* norm = report.add_norms();
     norm->set_name(spec.name);
-    norm->set_squared_norm(SumOfSquares(store.PublishedGradient(spec.name)));
+    const torch::Tensor gradient = store.PublishedGradient(spec.name);
+    if (gradient.is_cpu() && gradient.scalar_type() == torch::kFloat) {
+      norm->set_squared_norm(SumOfSquares(gradient));
+    } else {
+      norms_elsewhere.push_back(torch::linalg_vector_norm(gradient, 2, std::nullopt, false, torch::kDouble));
+      waiting.push_back(norm);
+    }
+  }
+  if (waiting.empty()) return;
+  const torch::Tensor norms = torch::stack(norms_elsewhere).cpu();
+  for (size_t i = 0; i < waiting.size(); ++i) {
+    const double norm = norms.const_data_ptr<double>()[i];
+    waiting[i]->set_squared_norm(norm * norm);
   }
 }
 

@@ -3,7 +3,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <utility>
 
@@ -36,7 +35,9 @@ void Optimizer::Step(double clip_factor, double learning_rate_factor, bool move_
   }
   for (const auto& [rate_and_decay, batch] : batches) {
     std::vector<torch::Tensor> values, gradients, exp_avgs, exp_avg_sqs, step_counts;
-    const torch::Tensor count = torch::full({}, static_cast<double>(steps_), torch::kFloat);
+    // The kernel reads the count where it runs.
+    const torch::Tensor count =
+        torch::full({}, static_cast<double>(steps_), torch::dtype(torch::kFloat).device(batch.front()->value.device()));
     for (const Entry* entry : batch) {
       values.push_back(entry->value);
       gradients.push_back(store_->PublishedGradient(entry->name));
@@ -53,10 +54,16 @@ void Optimizer::Step(double clip_factor, double learning_rate_factor, bool move_
 
 std::vector<StoredTensor> Optimizer::State() const {
   std::vector<StoredTensor> state;
+  host_copies_.clear();
+  const auto on_host = [this](const torch::Tensor& moment) {
+    if (moment.is_cpu()) return moment.const_data_ptr();
+    host_copies_.push_back(moment.to(torch::kCPU));
+    return host_copies_.back().const_data_ptr();
+  };
   for (const Entry& entry : entries_) {
     const std::vector<int64_t> shape = entry.value.sizes().vec();
-    state.push_back({absl::StrCat("exp_avg.", entry.name), StoredType::kF32, shape, entry.exp_avg.const_data_ptr()});
-    state.push_back({absl::StrCat("exp_avg_sq.", entry.name), StoredType::kF32, shape, entry.exp_avg_sq.const_data_ptr()});
+    state.push_back({absl::StrCat("exp_avg.", entry.name), StoredType::kF32, shape, on_host(entry.exp_avg)});
+    state.push_back({absl::StrCat("exp_avg_sq.", entry.name), StoredType::kF32, shape, on_host(entry.exp_avg_sq)});
   }
   return state;
 }
@@ -71,7 +78,7 @@ absl::Status Optimizer::LoadState(const std::vector<SafetensorsFile>& files, uin
         return absl::InvalidArgumentError(absl::StrCat("optimizer state ", name, " in ", file.path(), " is ", stored.ToString(),
                                                        ", the model needs F32[", absl::StrJoin(into.sizes(), ", "), "]"));
       }
-      std::memcpy(into.mutable_data_ptr(), stored.data, stored.num_bytes());
+      into.copy_(torch::from_blob(const_cast<void*>(stored.data), into.sizes(), torch::kFloat));
       return absl::OkStatus();
     }
     return absl::NotFoundError(absl::StrCat("optimizer state ", name, " is in none of the ", files.size(),

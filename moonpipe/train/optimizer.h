@@ -28,7 +28,8 @@ class Optimizer {
   uint64_t steps() const { return steps_; }
   const std::vector<UpdateRule>& rules() const { return rules_; }
 
-  // Moments as `exp_avg.NAME` and `exp_avg_sq.NAME`; the bytes belong to the optimizer and change with the next Step.
+  // Moments as `exp_avg.NAME` and `exp_avg_sq.NAME`. The bytes are in host memory, belong to the optimizer and are good until the next
+  // call of Step or State: moments that live on a device are copied.
   std::vector<StoredTensor> State() const;
   // Reads the moments of this worker's tensors out of optimizer files, whatever worker wrote them. NOT_FOUND names the tensor that
   // none of them has; INVALID_ARGUMENT for another shape, with both.
@@ -51,6 +52,7 @@ class Optimizer {
   const double beta1_, beta2_, epsilon_;
   std::vector<UpdateRule> rules_;
   std::vector<Entry> entries_;
+  mutable std::vector<torch::Tensor> host_copies_;  // what State gave out
   uint64_t steps_ = 0;
 };
 

@@ -220,24 +220,25 @@ TEST(SocketEdge, APeerThatDoesNotReadIsADeadlineAtCapacity) {
 }
 
 TEST(SocketEdge, HoldsAtMostItsCapacityOnBothSides) {
-  const size_t capacity = 3;
-  Ends ends = MakeEnds(Options(64 << 20, capacity));
+  const uint32_t capacity = 3;
   const auto data = MakeBytes(8 << 20);
-  // The reader takes `capacity`, the writer holds `capacity`; one more has no place.
+  // The reader takes `capacity`, the writer holds `capacity`; one more has no place until one is received.
+  Ends full = MakeEnds(Options(64 << 20, capacity));
+  Ends drained = MakeEnds(Options(64 << 20, capacity));
   for (uint32_t i = 0; i < 2 * capacity; ++i) {
-    ASSERT_TRUE(ends.sender->Send(BytesHeader(8 << 20, i), PayloadOf(data), Soon()).ok()) << i;
+    ASSERT_TRUE(full.sender->Send(BytesHeader(8 << 20, i), PayloadOf(data), Soon()).ok()) << i;
+    ASSERT_TRUE(drained.sender->Send(BytesHeader(8 << 20, i), PayloadOf(data), Soon()).ok()) << i;
   }
-  std::atomic<bool> sent = false;
+  ExpectStatus(full.sender->Send(BytesHeader(8 << 20, 6), PayloadOf(data), In(300)), absl::StatusCode::kDeadlineExceeded,
+               "3 of 3 messages are under way");
+  EXPECT_EQ(full.receiver->counters().messages, capacity);
+
   std::thread seventh([&] {
-    EXPECT_TRUE(ends.sender->Send(BytesHeader(8 << 20, 6), PayloadOf(data), Soon()).ok());
-    sent = true;
+    EXPECT_TRUE(drained.sender->Send(BytesHeader(8 << 20, 6), PayloadOf(data), Soon()).ok());
   });
-  while (ends.receiver->counters().messages < capacity) std::this_thread::yield();
-  EXPECT_FALSE(sent);
-  EXPECT_EQ(ends.receiver->counters().messages, capacity);
   std::vector<uint8_t> got(8 << 20);
   for (uint32_t i = 0; i < 7; ++i) {
-    ASSERT_TRUE(ends.receiver->Receive(BytesHeader(8 << 20, i), got.data(), Soon()).ok());
+    ASSERT_TRUE(drained.receiver->Receive(BytesHeader(8 << 20, i), got.data(), Soon()).ok());
     ASSERT_TRUE(got == *data);
   }
   seventh.join();

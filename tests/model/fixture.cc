@@ -40,10 +40,15 @@ PartRange WholeModel(const ModelConfig& config) {
   return range;
 }
 
-Fixture::Fixture(const std::string& name) : folder_(std::string(TEST_DATA_DIR) + "/fixtures/" + name) {
-  config_ = Expect(ReadModelConfig(folder_ + "/config.json"));
-  meta_ = nlohmann::json::parse(Expect(ReadFile(folder_ + "/meta.json")));
-  io_ = std::make_unique<SafetensorsFile>(Expect(SafetensorsFile::Open(folder_ + "/io.safetensors")));
+Fixture::Fixture(const std::string& name) : Fixture(InFolder(std::string(TEST_DATA_DIR) + "/fixtures/" + name)) {}
+
+Fixture Fixture::InFolder(const std::string& folder) {
+  Fixture fixture;
+  fixture.folder_ = folder;
+  fixture.config_ = Expect(ReadModelConfig(folder + "/config.json"));
+  fixture.meta_ = nlohmann::json::parse(Expect(ReadFile(folder + "/meta.json")));
+  fixture.io_ = std::make_unique<SafetensorsFile>(Expect(SafetensorsFile::Open(folder + "/io.safetensors")));
+  return fixture;
 }
 
 bool Fixture::Has(const std::string& name) const { return io_->Find(name).ok(); }

@@ -37,7 +37,9 @@ struct FixtureCase {
 
 class Fixture {
  public:
+  // The one of this name below tests/fixtures.
   explicit Fixture(const std::string& name);
+  static Fixture InFolder(const std::string& folder);
 
   const ModelConfig& config() const { return config_; }
   const std::string& folder() const { return folder_; }
@@ -50,6 +52,8 @@ class Fixture {
   ParameterStore Load() const { return Load(WholeModel(config_)); }
 
  private:
+  Fixture() = default;
+
   std::string folder_;
   ModelConfig config_;
   nlohmann::json meta_;
