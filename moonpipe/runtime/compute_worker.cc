@@ -14,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "moonpipe/base/fault_point.h"
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
@@ -320,6 +321,7 @@ void PlanExecution::ObserveFailure(const absl::Status& status) {
 }
 
 absl::Status PlanExecution::Commit(const CommitStep& step) {
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("commit", step.step()));
   return CatchTorch([&]() -> absl::Status {
     const absl::Time begin = absl::Now();
     const bool vision_moves = plan_.spec().train().step_idle_parts() || vision_ == nullptr || vision_->had_work();
@@ -339,6 +341,7 @@ bool PlanExecution::IsEmbeddingCopy(const TensorSpec& spec) const {
 }
 
 absl::StatusOr<worker::v1::ShardsSaved> PlanExecution::Save(const SaveShards& save) {
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("save", save.step()));
   return CatchTorch([&]() -> absl::StatusOr<worker::v1::ShardsSaved> {
     std::vector<StoredTensor> weights;
     for (const TensorSpec& spec : store_->specs()) {
@@ -356,7 +359,8 @@ absl::StatusOr<worker::v1::ShardsSaved> PlanExecution::Save(const SaveShards& sa
     worker::v1::ShardsSaved saved;
     saved.set_generation(save.generation());
     saved.set_step(save.step());
-    auto write = [&](const char* kind, const std::vector<StoredTensor>& tensors) -> absl::Status {
+    // Only weights are named: they make up the index, which must list nothing else.
+    auto write = [&](const std::string& kind, const std::vector<StoredTensor>& tensors) -> absl::Status {
       const std::string name = absl::StrFormat("%s-%05d-of-%05d.safetensors", kind, save.shard(), save.shards());
       const std::string path = save.folder() + "/" + name;
       MOONPIPE_ASSIGN_OR_RETURN(const uint64_t bytes,
@@ -367,7 +371,7 @@ absl::StatusOr<worker::v1::ShardsSaved> PlanExecution::Save(const SaveShards& sa
       MOONPIPE_ASSIGN_OR_RETURN(*file->mutable_sha256(), Sha256HexOfFile(path));
       uint64_t tensor_bytes = 0;
       for (const StoredTensor& tensor : tensors) {
-        file->add_tensors(tensor.name);
+        if (kind == "model") file->add_tensors(tensor.name);
         tensor_bytes += tensor.num_bytes();
       }
       file->set_tensor_bytes(tensor_bytes);
