@@ -3,7 +3,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "moonpipe/base/status_macros.h"
-#include "moonpipe/runtime/channel.h"
 #include "moonpipe/runtime/rpc_error.h"
 
 namespace moonpipe {
@@ -16,9 +15,9 @@ namespace {
 template <typename Request, typename Response>
 absl::StatusOr<Response> Call(ClusterService::Stub* stub,
                               grpc::Status (ClusterService::Stub::*method)(grpc::ClientContext*, const Request&, Response*),
-                              const Request& request) {
+                              const Request& request, absl::Duration patience = kControlDeadline) {
   grpc::ClientContext context;
-  SetDeadline(&context, kControlDeadline);
+  SetDeadline(&context, patience);
   context.set_wait_for_ready(true);
   Response response;
   const grpc::Status status = (stub->*method)(&context, request, &response);
@@ -40,8 +39,8 @@ ControlClient::ControlClient(const std::string& coordinator) : stub_(ClusterServ
 absl::StatusOr<TrainingRun> ControlClient::Create(const CreateTrainingRunRequest& request) {
   return Call(stub_.get(), &ClusterService::Stub::CreateTrainingRun, request);
 }
-absl::StatusOr<TrainingRun> ControlClient::Get(const std::string& name) {
-  return Call(stub_.get(), &ClusterService::Stub::GetTrainingRun, Named<GetTrainingRunRequest>(name));
+absl::StatusOr<TrainingRun> ControlClient::Get(const std::string& name, absl::Duration patience) {
+  return Call(stub_.get(), &ClusterService::Stub::GetTrainingRun, Named<GetTrainingRunRequest>(name), patience);
 }
 absl::StatusOr<std::vector<TrainingRun>> ControlClient::List() {
   std::vector<TrainingRun> runs;

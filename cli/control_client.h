@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 #include "grpcpp/channel.h"
 #include "moonpipe/cluster/v1/cluster_service.grpc.pb.h"
+#include "moonpipe/runtime/channel.h"
 
 namespace moonpipe {
 
@@ -19,7 +20,7 @@ class ControlClient {
   explicit ControlClient(const std::string& coordinator);
 
   absl::StatusOr<cluster::v1::TrainingRun> Create(const cluster::v1::CreateTrainingRunRequest& request);
-  absl::StatusOr<cluster::v1::TrainingRun> Get(const std::string& name);
+  absl::StatusOr<cluster::v1::TrainingRun> Get(const std::string& name, absl::Duration patience = kControlDeadline);
   absl::StatusOr<std::vector<cluster::v1::TrainingRun>> List();
   absl::StatusOr<cluster::v1::TrainingRun> Pause(const std::string& name);
   absl::StatusOr<cluster::v1::TrainingRun> Resume(const std::string& name);

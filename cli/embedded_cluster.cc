@@ -47,9 +47,10 @@ absl::StatusOr<std::unique_ptr<EmbeddedCluster>> EmbeddedCluster::Start(const Op
     raw->OnExit([cluster = cluster.get(), raw](const ProcessExit& exit) {
       if (exit.ok()) return;
       absl::MutexLock lock(&cluster->mutex_);
-      if (cluster->failure_.empty()) {
-        cluster->failure_ = absl::StrCat(raw->name(), " (pid ", raw->pid(), ") ", exit.ToString(), "; its log ", raw->log_file(),
-                                         " ends with:\n", raw->LogTail(5));
+      // A worker that leaves because the coordinator is gone may be noticed first; it is not the cause.
+      if (!cluster->failure_.has_value() || raw == cluster->processes_.front().get()) {
+        cluster->failure_ = Failure{absl::StrCat(raw->name(), " (pid ", raw->pid(), ") ", exit.ToString()),
+                                    absl::StrCat("its log ", raw->log_file(), " ends with:\n", raw->LogTail(5))};
       }
     });
     return absl::OkStatus();
@@ -75,7 +76,7 @@ absl::StatusOr<std::unique_ptr<EmbeddedCluster>> EmbeddedCluster::Start(const Op
 
 EmbeddedCluster::~EmbeddedCluster() { Kill(); }
 
-std::string EmbeddedCluster::FirstFailure() const {
+std::optional<EmbeddedCluster::Failure> EmbeddedCluster::FirstFailure() const {
   absl::MutexLock lock(&mutex_);
   return failure_;
 }

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,8 +32,12 @@ class EmbeddedCluster {
   ~EmbeddedCluster();
 
   const std::string& coordinator_address() const { return coordinator_address_; }
-  // The first process that ended otherwise than with exit code 0, in words with the end of its log; empty while there is none.
-  std::string FirstFailure() const;
+  // The first process that ended otherwise than with exit code 0; the coordinator before all others, which leave when it is gone.
+  struct Failure {
+    std::string what;  // "coordinator (pid 4711) was killed by signal 9 (Killed)"
+    std::string log;   // where its log is, and the log's last lines
+  };
+  std::optional<Failure> FirstFailure() const;
   // Waits for the workers, which the coordinator drains, then ends the coordinator.
   void Finish(absl::Duration grace);
   // Stops everything at once.
@@ -51,7 +56,7 @@ class EmbeddedCluster {
   std::string coordinator_address_;
   std::string folder_;
   mutable absl::Mutex mutex_;
-  std::string failure_ ABSL_GUARDED_BY(mutex_);
+  std::optional<Failure> failure_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace moonpipe

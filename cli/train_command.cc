@@ -40,6 +40,7 @@ namespace {
 // How long the coordinator may be silent, and how often it is looked for.
 constexpr absl::Duration kCoordinatorSilence = absl::Seconds(9);
 constexpr absl::Duration kLook = absl::Milliseconds(200);
+constexpr absl::Duration kPatience = absl::Seconds(2);
 // How long drained workers may take to leave.
 constexpr absl::Duration kLeave = absl::Seconds(10);
 
@@ -100,13 +101,18 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
   std::atomic<bool> watching = true;
   TrainingRun last;
   absl::Status watched;
+  uint64_t steps_seen = 0;
+  std::atomic<uint64_t> last_step = 0;
   std::thread watcher([&] {
     watched = client.Watch(RunName(run.id), 0, [&](const WatchTrainingRunResponse& event) {
       if (event.has_step()) {
         printer.Step(event.step());
+        ++steps_seen;
+        last_step = event.step().step();
         return true;
       }
       last = event.training_run();
+      last_step = std::max<uint64_t>(last_step, last.step());
       if (!summary_printed && !last.plan_summary().empty() && !run.json) {
         printer.Line(last.plan_summary());
         for (const auto& [name, address] : ReadMetricsPages(last.folder())) {
@@ -119,6 +125,10 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
     watching = false;
   });
 
+  const auto where = [&] {
+    const uint64_t steps = run.spec.train().steps();
+    return absl::StrCat("step ", std::min<uint64_t>(last_step + 1, steps), " of ", steps);
+  };
   // The watch ends with the run. Meanwhile: Ctrl-C, and a coordinator that is stopped, which no broken stream tells.
   absl::Time answered = absl::Now();
   int seen_interrupts = interrupts;
@@ -138,10 +148,10 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
     }
     if (absl::Now() < next_look) continue;
     next_look = absl::Now() + absl::Seconds(1);
-    if (client.Get(RunName(run.id)).ok()) answered = absl::Now();
+    if (client.Get(RunName(run.id), kPatience).ok()) answered = absl::Now();
     if (absl::Now() - answered > kCoordinatorSilence) {
       silent = absl::UnavailableError(absl::StrCat("coordinator (pid ", cluster->services().front().pid, ") has been silent for ",
-                                                   absl::FormatDuration(kCoordinatorSilence), "; is its process stopped?"));
+                                                   absl::FormatDuration(kCoordinatorSilence), " at ", where(), "; is its process stopped?"));
       client.CancelWatch();
       break;
     }
@@ -156,15 +166,27 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
   if (!watched.ok()) {
     // The stream broke: the coordinator is gone.
     absl::SleepFor(kLook);
-    const std::string failure = cluster->FirstFailure();
+    const std::optional<EmbeddedCluster::Failure> failure = cluster->FirstFailure();
     cluster->Kill();
-    return absl::UnavailableError(absl::StrCat(failure.empty() ? std::string(watched.message()) : failure, resume));
+    return absl::UnavailableError(failure.has_value()
+                                      ? absl::StrCat(failure->what, " at ", where(), resume, "; ", failure->log)
+                                      : absl::StrCat("coordinator does not answer at ", where(), ": ", watched.message(), resume));
   }
   if (last.state() == TrainingRun::STATE_FAILED) {
     cluster->Kill();
     return absl::UnavailableError(absl::StrCat(last.error(), resume));
   }
-  cluster->Finish(kLeave);
+  const bool was_finished = steps_seen == 0 && last.state() == TrainingRun::STATE_SUCCEEDED && !run.evaluate_only;
+  if (!was_finished) {
+    cluster->Finish(kLeave);
+    return last;
+  }
+  // Workers that were still starting up are not known to the coordinator, so it cannot drain them.
+  cluster->Kill();
+  if (!run.json) {
+    printer.Line(absl::StrCat("run ", run.id, " has finished: ", last.step(), " of ", run.spec.train().steps(),
+                              " steps are taken; raise train.steps to go on, or start a new run folder"));
+  }
   return last;
 }
 
@@ -199,6 +221,11 @@ absl::Status TrainCommand(const TrainArguments& arguments) {
   if (folder.filename().empty()) folder = folder.parent_path();
   run.runs_folder = folder.parent_path().string();
   run.id = folder.filename().string();
+  if (ToId(run.id) != run.id) {
+    return absl::InvalidArgumentError(absl::StrCat("--run-folder ", folder.string(), ": the folder's name is the run's id: 4 to 63 "
+                                                   "lower-case letters, digits and hyphens beginning with a letter, such as ",
+                                                   ToId(run.id)));
+  }
   run.json = arguments.json;
   MOONPIPE_ASSIGN_OR_RETURN(const TrainingRun ended, RunEmbedded(run));
   if (arguments.json) return absl::OkStatus();

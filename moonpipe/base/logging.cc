@@ -31,6 +31,12 @@ void InitLogging(const std::string& service, LogFormat format) {
   sink.format = format;
 }
 
+std::string ServiceName() {
+  Sink& sink = GlobalSink();
+  std::lock_guard<std::mutex> lock(sink.mutex);
+  return sink.service;
+}
+
 namespace internal {
 
 LogMessage::~LogMessage() {

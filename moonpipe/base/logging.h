@@ -15,6 +15,8 @@ enum class LogFormat { kText, kJson };
 
 // Names this process in every line and picks the form. Call once at the head of main.
 void InitLogging(const std::string& service, LogFormat format);
+// The name that InitLogging was given.
+std::string ServiceName();
 
 namespace internal {
 class LogMessage {

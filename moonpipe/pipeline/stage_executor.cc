@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "moonpipe/base/fault_point.h"
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/pipeline/schedule.h"
 
@@ -137,6 +138,7 @@ absl::Status StageExecutor::Do(const StepContext& step, const Action& action) {
   const std::vector<int64_t> feature_shape = {shape.feature_rows(), stage->hidden_size()};
   switch (action.type) {
     case ActionType::kForward: {
+      MOONPIPE_RETURN_IF_ERROR(FaultPoint("forward", step.run->step(), action.microbatch));
       if (action.chunk == kVisionChunk) {
         MOONPIPE_ASSIGN_OR_RETURN(flight.features, stage->Forward(microbatch, {}));
         return absl::OkStatus();
@@ -147,6 +149,7 @@ absl::Status StageExecutor::Do(const StepContext& step, const Action& action) {
       return absl::OkStatus();
     }
     case ActionType::kBackward: {
+      MOONPIPE_RETURN_IF_ERROR(FaultPoint("backward", step.run->step(), action.microbatch));
       if (action.chunk == kVisionChunk) {
         MOONPIPE_ASSIGN_OR_RETURN(StageGradients none, stage->Backward(microbatch, std::exchange(flight.feature_gradient, {})));
         return absl::OkStatus();

@@ -14,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "moonpipe/base/fault_point.h"
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
@@ -339,6 +340,7 @@ void PlanExecution::ObserveFailure(const absl::Status& status) {
 }
 
 absl::Status PlanExecution::Commit(const CommitStep& step) {
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("commit", step.step()));
   return CatchTorch([&]() -> absl::Status {
     const absl::Time begin = absl::Now();
     const bool vision_moves = plan_.spec().train().step_idle_parts() || vision_ == nullptr || vision_->had_work();
@@ -358,6 +360,7 @@ bool PlanExecution::IsEmbeddingCopy(const TensorSpec& spec) const {
 }
 
 absl::StatusOr<worker::v1::ShardsSaved> PlanExecution::Save(const SaveShards& save) {
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("save", save.step()));
   return CatchTorch([&]() -> absl::StatusOr<worker::v1::ShardsSaved> {
     std::vector<StoredTensor> weights;
     for (const TensorSpec& spec : store_->specs()) {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <cstdio>
@@ -18,6 +19,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "moonpipe/base/fault_point.h"
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/nearest_name.h"
 #include "moonpipe/base/status_macros.h"
@@ -350,9 +352,14 @@ absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::ve
   const uint64_t length = text.size();
   absl::Status status = WriteAll(fd, &length, kLengthBytes, temporary);
   status.Update(WriteAll(fd, text.data(), text.size(), temporary));
+  static std::atomic<uint64_t> files = 0;
+  const uint64_t file_number = ++files;
+  uint64_t written = 0;
   for (const StoredTensor* tensor : order) {
     if (!status.ok()) break;
     status = WriteAll(fd, tensor->data, tensor->num_bytes(), temporary);
+    written += tensor->num_bytes();
+    if (2 * written >= offset) status.Update(FaultPoint("shard_half", file_number));
   }
   if (status.ok() && ::fsync(fd) != 0) status = SystemError("cannot sync", temporary);
   if (::close(fd) != 0 && status.ok()) status = SystemError("cannot close", temporary);

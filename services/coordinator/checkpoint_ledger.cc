@@ -20,6 +20,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "moonpipe/base/fault_point.h"
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/status_macros.h"
 #include "nlohmann/json.hpp"
@@ -279,9 +280,12 @@ absl::StatusOr<CheckpointInfo> CheckpointLedger::Finish(uint64_t step, const Che
   CheckpointManifest manifest = content.manifest;
   manifest.step = step;
   manifest.files = contents.Sorted();
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("before_manifest", step));
   MOONPIPE_RETURN_IF_ERROR(
       WriteFileAtomically(absl::StrCat(writing, "/", kCheckpointManifestName), CheckpointManifestToJson(manifest)));
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("before_rename", step));
   MOONPIPE_RETURN_IF_ERROR(MoveIntoPlace(writing, PathOf(step)));
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("after_rename", step));
   // After an exchange the older folder of this step lies here.
   MOONPIPE_RETURN_IF_ERROR(RemoveFolder(writing));
   return ReadCheckpoint(PathOf(step), Verify::kSizes);
@@ -312,12 +316,17 @@ absl::StatusOr<CheckpointList> CheckpointLedger::List(Verify verify) const {
   return list;
 }
 
-absl::StatusOr<std::vector<std::string>> CheckpointLedger::Retain(uint32_t keep_last) {
+absl::StatusOr<std::vector<std::string>> CheckpointLedger::Retain(uint32_t keep_last, uint64_t newest) {
   MOONPIPE_ASSIGN_OR_RETURN(const CheckpointList list, List());
   std::vector<std::string> removed;
-  for (size_t i = std::max<size_t>(keep_last, 1); i < list.complete.size(); ++i) {
-    MOONPIPE_RETURN_IF_ERROR(RemoveFolder(list.complete[i].path));
-    removed.push_back(list.complete[i].path);
+  uint32_t kept = 0;
+  for (const CheckpointInfo& checkpoint : list.complete) {
+    if (checkpoint.step <= newest && kept < std::max<uint32_t>(keep_last, 1)) {
+      ++kept;
+      continue;
+    }
+    MOONPIPE_RETURN_IF_ERROR(RemoveFolder(checkpoint.path));
+    removed.push_back(checkpoint.path);
   }
   return removed;
 }

@@ -78,8 +78,10 @@ class CheckpointLedger {
 
   // Newest first; an incomplete folder is listed apart and never chosen.
   absl::StatusOr<CheckpointList> List(Verify verify = Verify::kSizes) const;
-  // Removes complete checkpoints but the newest `keep_last`, and never the newest one. Returns the paths that are gone.
-  absl::StatusOr<std::vector<std::string>> Retain(uint32_t keep_last);
+  // After the save of step `newest`: removes complete checkpoints but it and the `keep_last` - 1 before it. Those of later steps go
+  // too: they are of a run that was given up when this one began at an earlier step, and `auto` must not take them up. Returns the
+  // paths that are gone.
+  absl::StatusOr<std::vector<std::string>> Retain(uint32_t keep_last, uint64_t newest);
 
   // What to begin from: `auto` the newest checkpoint whose checksums hold, or nothing; `never` nothing; a number that
   // step of this run; anything else the path of a checkpoint. NOT_FOUND or FAILED_PRECONDITION when a named one is not

@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "moonpipe/base/fault_point.h"
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
@@ -171,6 +172,11 @@ class RunSession {
 absl::StatusOr<TrainingRun::State> RunSession::Drive() {
   MOONPIPE_RETURN_IF_ERROR(ReadModel());
   MOONPIPE_RETURN_IF_ERROR(ChooseStart());
+  // The report is written last. Without it a run that has taken all its steps still has to be evaluated.
+  if (!job_.evaluate_only && last_step_ >= spec_.train().steps() && std::filesystem::exists(folder_ + "/report.json")) {
+    MP_LOG(INFO) << "run " << job_.id << " has finished: " << last_step_ << " of " << spec_.train().steps() << " steps are taken";
+    return TrainingRun::STATE_SUCCEEDED;
+  }
   MOONPIPE_RETURN_IF_ERROR(CarryOutPlan());
   if (job_.evaluate_only) {
     MOONPIPE_RETURN_IF_ERROR(Evaluate());
@@ -214,9 +220,18 @@ absl::Status RunSession::ReadModel() {
 }
 
 absl::Status RunSession::ChooseStart() {
+  // The journal first: it is locked while a coordinator drives the run, and the ledger removes what an interrupted save left.
+  const std::string journal = folder_ + "/journal.jsonl";
+  MOONPIPE_ASSIGN_OR_RETURN(journal_, Journal::Open(journal));
+  if (spec_.checkpoint().resume() == "never" && !journal_->entries().empty()) {
+    // What was done before does not bind a run that begins afresh.
+    std::error_code error;
+    std::filesystem::rename(journal, folder_ + "/journal-before.jsonl", error);
+    if (error) return absl::InternalError(absl::StrCat("cannot move ", journal, " aside: ", error.message()));
+    MOONPIPE_ASSIGN_OR_RETURN(journal_, Journal::Open(journal));
+  }
   MOONPIPE_ASSIGN_OR_RETURN(CheckpointLedger ledger, CheckpointLedger::Open(folder_));
   ledger_.emplace(std::move(ledger));
-  MOONPIPE_ASSIGN_OR_RETURN(journal_, Journal::Open(folder_ + "/journal.jsonl"));
   metrics_log_.emplace(folder_ + "/metrics.jsonl");
   MOONPIPE_ASSIGN_OR_RETURN(const ResumeChoice choice, ledger_->ChooseResume(spec_.checkpoint().resume()));
   MP_LOG(INFO) << choice.reason;
@@ -240,11 +255,7 @@ absl::Status RunSession::ChooseStart() {
   } else if (spec_.model().has_path()) {
     initial_.set_path(spec_.model().path());
   }
-  if (!job_.evaluate_only && last_step_ >= spec_.train().steps()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("run ", job_.id, " has finished: ", last_step_, " of ", spec_.train().steps(),
-                     " steps are taken; raise train.steps to go on, or start a new run folder"));
-  }
+  if (const JournalEntry* last = journal_->Find(last_step_); last != nullptr) last_loss_ = last->loss;
   return absl::OkStatus();
 }
 
@@ -367,12 +378,14 @@ absl::Status RunSession::RunOnWorkers(uint64_t step, const data::v1::StepManifes
   MOONPIPE_RETURN_IF_ERROR(CheckMessagesFit(plan_, config_, manifest));
   MOONPIPE_ASSIGN_OR_RETURN(const auto steps, MakeRunSteps(plan_, manifest, decode, zero_features));
   const std::map<uint32_t, double> flops = decode ? std::map<uint32_t, double>() : ShareFlops(manifest);
+  if (!decode) MOONPIPE_RETURN_IF_ERROR(FaultPoint("before_run_step", step));
   for (const auto& [worker, run] : steps) {
     ConnectResponse command;
     *command.mutable_run_step() = run;
     if (!decode) command.mutable_run_step()->set_model_flops(flops.at(worker));
     pool_->Send(worker, std::move(command));
   }
+  if (!decode) MOONPIPE_RETURN_IF_ERROR(FaultPoint("after_run_step", step));
   return pool_->Await(
       absl::StrCat(decode ? "decoding step " : "step ", step, " ran"), StepDeadline(),
       [&] { return Missing(pool_->reports[step]).empty(); }, [&] { return Missing(pool_->reports[step]); });
@@ -447,8 +460,10 @@ absl::Status RunSession::TakeStep(uint64_t step) {
   entry.clip_factor = decision.clip_factor;
   entry.skip_reason = decision.skip_reason;
   entry.next_cursor = manifest.next_cursor();
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("before_journal", step));
   // Nothing has changed anywhere until this line is on disk; from here on the step counts.
   MOONPIPE_RETURN_IF_ERROR(journal_->Append(entry));
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("after_journal", step));
   ConnectResponse command;
   if (decision.commit) {
     worker::v1::CommitStep& commit = *command.mutable_commit_step();
@@ -466,6 +481,7 @@ absl::Status RunSession::TakeStep(uint64_t step) {
   for (const WorkerInfo& member : pool_->members()) {
     if (Computes(member)) pool_->Send(member.id, command);
   }
+  MOONPIPE_RETURN_IF_ERROR(FaultPoint("after_commit", step));
   unacknowledged_ = true;
   last_step_ = step;
   cursor_ = manifest.next_cursor();
@@ -526,17 +542,17 @@ absl::Status RunSession::Save(uint64_t step) {
   options_.runs->PutCheckpoint(job_.id, checkpoint);
   auto write = [&]() -> absl::StatusOr<CheckpointInfo> {
     MOONPIPE_ASSIGN_OR_RETURN(const std::string writing, ledger_->Begin(step));
-    uint32_t shards = 0, shard = 0;
-    for (const auto& [worker, plan] : plan_.plans) shards += plan.has_part();
-    for (const auto& [worker, plan] : plan_.plans) {
-      if (!plan.has_part()) continue;
+    // Numbered by place, not by the order in which workers registered: the same state gives the same files.
+    const std::vector<uint32_t> writers = plan_.ScheduleWorkers();
+    uint32_t shard = 0;
+    for (const uint32_t worker : writers) {
       ConnectResponse command;
       worker::v1::SaveShards& save = *command.mutable_save_shards();
       save.set_generation(generation_);
       save.set_step(step);
       save.set_folder(writing);
       save.set_shard(++shard);
-      save.set_shards(shards);
+      save.set_shards(static_cast<uint32_t>(writers.size()));
       pool_->Send(worker, std::move(command));
     }
     MOONPIPE_RETURN_IF_ERROR(pool_->Await(
@@ -564,8 +580,9 @@ absl::Status RunSession::Save(uint64_t step) {
     content.manifest.torch_version = kTorchVersion;
     content.manifest.ready_time = absl::Now();
     MOONPIPE_ASSIGN_OR_RETURN(CheckpointInfo info, ledger_->Finish(step, content));
-    MOONPIPE_ASSIGN_OR_RETURN(const std::vector<std::string> removed, ledger_->Retain(spec_.checkpoint().keep_last()));
+    MOONPIPE_ASSIGN_OR_RETURN(const std::vector<std::string> removed, ledger_->Retain(spec_.checkpoint().keep_last(), step));
     for (const std::string& path : removed) {
+      MP_LOG(INFO) << "checkpoint " << path << " is removed: " << step << " is newer";
       options_.runs->ForgetCheckpoint(
           job_.id, absl::StrCat(job_.run.name(), "/checkpoints/", std::filesystem::path(path).filename().string()));
     }
@@ -593,6 +610,11 @@ absl::StatusOr<TrainingRun::State> RunSession::Train() {
   const absl::Time begin = absl::Now();
   const uint64_t every = spec_.checkpoint().every_steps();
   bool stopped = false;
+  if (last_step_ < spec_.train().steps()) {
+    // Of a shorter run in this folder; while it stands, the run counts as finished.
+    std::error_code ignored;
+    std::filesystem::remove(folder_ + "/report.json", ignored);
+  }
   while (last_step_ < spec_.train().steps()) {
     const RunRegistry::Wishes wishes = options_.runs->TakeWishes(job_.id, last_step_);
     if (wishes.save) MOONPIPE_RETURN_IF_ERROR(Save(last_step_));
@@ -616,7 +638,7 @@ absl::StatusOr<TrainingRun::State> RunSession::Train() {
   }
   MOONPIPE_RETURN_IF_ERROR(AwaitCommitted(last_step_));
   training_time_ = absl::Now() - begin;
-  MOONPIPE_RETURN_IF_ERROR(WriteFileAtomically(folder_ + "/trace.json", trace_.ToJson()));
+  if (steps_here_ > 0) MOONPIPE_RETURN_IF_ERROR(WriteFileAtomically(folder_ + "/trace.json", trace_.ToJson()));
   MOONPIPE_RETURN_IF_ERROR(Save(last_step_));
   return stopped ? TrainingRun::STATE_STOPPED : TrainingRun::STATE_SUCCEEDED;
 }

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "moonpipe/base/logging.h"
+#include "moonpipe/pipeline/schedule.h"
 
 namespace moonpipe {
 
@@ -16,6 +19,28 @@ using worker::v1::ConnectResponse;
 namespace {
 // How often silence is looked for while nothing happens.
 constexpr absl::Duration kLook = absl::Milliseconds(200);
+
+// "1RF2 on edge activation.0, microbatch 2"
+std::string Place(const std::string& action, const std::string& edge, int32_t microbatch) {
+  return absl::StrCat(action, edge.empty() ? "" : absl::StrCat(" on edge ", edge),
+                      microbatch >= 0 ? absl::StrCat(", microbatch ", microbatch) : "");
+}
+
+// Is this worker at one end of the edge? Names follow the stages that they join.
+bool IsEndOf(const worker::v1::Register& worker, absl::string_view edge) {
+  const bool stage = worker.role() == common::v1::WORKER_ROLE_DECODER_STAGE;
+  if (absl::StartsWith(edge, "feature")) return !stage || worker.ordinal() == 0;
+  uint32_t first = 0;
+  const size_t dot = edge.rfind('.');
+  if (!stage || dot == absl::string_view::npos || !absl::SimpleAtoi(edge.substr(dot + 1), &first)) return false;
+  return worker.ordinal() == first || worker.ordinal() == first + 1;
+}
+
+// Where a worker's last heartbeat left it.
+std::string PlaceOf(const WorkerInfo& worker) {
+  const absl::StatusOr<Action> action = ParseAction(worker.activity);
+  return Place(worker.activity, worker.waiting_for, action.ok() ? action->microbatch : -1);
+}
 }  // namespace
 
 WorkerPool::WorkerPool(WorkerHub* hub, std::vector<WorkerInfo> members, Options options)
@@ -54,7 +79,7 @@ absl::Status WorkerPool::Await(const std::string& what, absl::Time deadline, con
       for (uint32_t worker : missing()) {
         const std::optional<WorkerInfo> info = Latest(worker);
         names.push_back(info.has_value() && !info->waiting_for.empty()
-                            ? absl::StrCat(NameOf(worker), " (at ", info->activity, ", waiting for ", info->waiting_for, ")")
+                            ? absl::StrCat(NameOf(worker), " (at ", PlaceOf(*info), ")")
                             : NameOf(worker));
       }
       return absl::DeadlineExceededError(absl::StrCat("while ", what, ": no answer in time from ", absl::StrJoin(names, ", "),
@@ -149,8 +174,8 @@ absl::Status WorkerPool::Explain(const std::string& what, std::vector<Sign> sign
   switch (cause.kind) {
     case Sign::Kind::kSilent:
       message = absl::StrCat(NameOf(cause.worker), " has been silent for ", absl::FormatDuration(options_.heartbeat_timeout),
-                             " while ", what, info.has_value() ? absl::StrCat("; it was last at ", info->activity) : "",
-                             info.has_value() && !info->waiting_for.empty() ? absl::StrCat(" on edge ", info->waiting_for) : "");
+                             " while ", what, info.has_value() ? absl::StrCat("; it was last at ", PlaceOf(*info)) : "",
+                             "; is its process stopped?");
       break;
     case Sign::Kind::kLeft:
       message = absl::StrCat(NameOf(cause.worker), " is gone: its stream broke while ", what);
@@ -160,21 +185,28 @@ absl::Status WorkerPool::Explain(const std::string& what, std::vector<Sign> sign
       message = absl::StrCat(NameOf(cause.worker), " failed while ", what, ": ", cause.failure.message());
       break;
   }
-  // What the neighbours saw: the edge and the microbatch.
+  const auto joins_cause = [&](absl::string_view edge) {
+    return std::any_of(members_.begin(), members_.end(), [&](const WorkerInfo& member) {
+      return member.id == cause.worker && IsEndOf(member.registration, edge);
+    });
+  };
+  // What the others saw, neighbours first: the edge and the microbatch.
+  std::stable_partition(signs.begin(), signs.end(), [&](const Sign& sign) { return joins_cause(sign.failure.edge()); });
   for (const Sign& sign : signs) {
     if (sign.kind != Sign::Kind::kReported || sign.worker == cause.worker || sign.failure.edge().empty()) continue;
-    absl::StrAppend(&message, "; ", NameOf(sign.worker), " was at ", sign.failure.action(), " on edge ", sign.failure.edge(),
-                    sign.failure.microbatch() >= 0 ? absl::StrCat(", microbatch ", sign.failure.microbatch()) : "");
+    absl::StrAppend(&message, "; ", NameOf(sign.worker), " was at ",
+                    Place(sign.failure.action(), sign.failure.edge(), sign.failure.microbatch()));
     return absl::Status(code, message);
   }
   if (cause.kind != Sign::Kind::kReported) {
-    // Nobody complained yet: say who waits.
+    // Nobody complained yet: say who waits, a neighbour rather than another.
+    std::vector<WorkerInfo> waiting;
     for (const WorkerInfo& member : members_) {
-      const std::optional<WorkerInfo> waiting = Latest(member.id);
-      if (member.id == cause.worker || !waiting.has_value() || waiting->waiting_for.empty()) continue;
-      absl::StrAppend(&message, "; ", NameOf(member.id), " was at ", waiting->activity, " on edge ", waiting->waiting_for);
-      break;
+      const std::optional<WorkerInfo> latest = Latest(member.id);
+      if (member.id != cause.worker && latest.has_value() && !latest->waiting_for.empty()) waiting.push_back(*latest);
     }
+    std::stable_partition(waiting.begin(), waiting.end(), [&](const WorkerInfo& worker) { return joins_cause(worker.waiting_for); });
+    if (!waiting.empty()) absl::StrAppend(&message, "; ", NameOf(waiting[0].id), " was at ", PlaceOf(waiting[0]));
   }
   return absl::Status(code, message);
 }

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "moonpipe/base/fault_point.h"
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/data/step_source.h"
@@ -72,6 +73,7 @@ class DataPlan {
       return absl::FailedPreconditionError(
           absl::StrCat("steps are made in order: step ", next_step_, " is next, step ", request.step(), " was asked for"));
     }
+    MOONPIPE_RETURN_IF_ERROR(FaultPoint("make_step", request.step()));
     MOONPIPE_ASSIGN_OR_RETURN(Step step, source_->Make(request.step(), cursor_));
     step.manifest.set_step(request.step());
     cursor_ = step.manifest.next_cursor();

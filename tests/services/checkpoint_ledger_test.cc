@@ -265,13 +265,20 @@ TEST_F(CheckpointLedgerTest, TheNewestCompleteCheckpointsAreKeptAndNeverNone) {
   CheckpointLedger ledger = Open();
   for (uint64_t step : {2, 4, 6, 8}) Save(ledger, step);
   fs::remove(run_ + "/checkpoints/step-00000008/config.json");  // no longer complete: does not count as the newest
-  auto removed = ledger.Retain(2);
+  auto removed = ledger.Retain(2, 6);
   ASSERT_TRUE(removed.ok()) << removed.status();
   EXPECT_THAT(*removed, ElementsAre(run_ + "/checkpoints/step-00000002"));
   EXPECT_THAT(Complete(ledger), ElementsAre(6, 4));
-  ASSERT_TRUE(ledger.Retain(0).ok());
+  ASSERT_TRUE(ledger.Retain(0, 6).ok());
   EXPECT_THAT(Complete(ledger), ElementsAre(6));
   EXPECT_FALSE(fs::exists(run_ + "/checkpoints/step-00000002"));
+}
+
+TEST_F(CheckpointLedgerTest, CheckpointsOfALaterStepThanTheNewestSaveGo) {
+  CheckpointLedger ledger = Open();
+  for (uint64_t step : {2, 4, 6, 8}) Save(ledger, step);
+  ASSERT_TRUE(ledger.Retain(2, 4).ok());
+  EXPECT_THAT(Complete(ledger), ElementsAre(4, 2));
 }
 
 TEST_F(CheckpointLedgerTest, LeftoversGoAtTheStartAndForeignFoldersStay) {
