@@ -1,11 +1,11 @@
 #include "moonpipe/base/fault_point.h"
 
 #include <signal.h>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
+#include <filesystem>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -21,6 +21,7 @@ namespace moonpipe {
 namespace {
 
 constexpr char kVariable[] = "MOONPIPE_FAULT";
+constexpr char kLauncher[] = "moonpipe";
 constexpr absl::Duration kHoldTime = absl::Seconds(2);
 
 struct NamedAction {
@@ -83,9 +84,10 @@ absl::Status FaultPoint(absl::string_view point, uint64_t step, int64_t microbat
       raise(SIGKILL);
       break;
     case Fault::Action::kKillCluster: {
-      // A parent whose end the kernel turns into ours is a launcher; a shell or an init is none.
-      int signal = 0;
-      if (prctl(PR_GET_PDEATHSIG, &signal) == 0 && signal == SIGKILL && getppid() > 1) kill(getppid(), SIGKILL);
+      // Never a shell or an init.
+      std::error_code error;
+      const pid_t parent = getppid();
+      if (std::filesystem::read_symlink(absl::StrCat("/proc/", parent, "/exe"), error).filename() == kLauncher) kill(parent, SIGKILL);
       raise(SIGKILL);
       break;
     }
