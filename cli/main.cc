@@ -144,12 +144,12 @@ int Main(int argc, char** argv) {
   };
   CLI::App* submit = remote("submit", "Create a run on a cluster", false);
   submit->add_option("run-file", run_file, "The run file (YAML)")->required();
-  submit->add_option("--id", id, "Id of the run")->required();
+  submit->add_option("--id", id, "Id of the run; by default its file's name and the time");
   submit->add_option("--set", overrides, "Override a field");
   submit->add_flag("--validate-only", validate_only, "Check everything and create nothing");
   submit->callback([&] {
     ControlClient client(coordinator);
-    status = Submit(client, run_file, overrides, id, validate_only);
+    status = Submit(client, run_file, overrides, id.empty() ? NewRunId(run_file) : id, validate_only);
   });
   CLI::App* show_status = remote("status", "Where runs stand", false);
   show_status->add_option("run", id, "Id or name; all runs without it");

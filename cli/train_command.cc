@@ -204,6 +204,12 @@ void PrintEvals(const TrainingRun& run, bool answers) {
 
 }  // namespace
 
+std::string NewRunId(const std::string& run_file) {
+  const std::string stem = std::filesystem::path(run_file).stem().string();
+  const std::string parent = std::filesystem::absolute(run_file).parent_path().filename().string();
+  return absl::StrCat(ToId(stem == "run" ? parent : stem).substr(0, 40), "-", Timestamp());
+}
+
 absl::Status TrainCommand(const TrainArguments& arguments) {
   signal(SIGINT, CountInterrupt);
   signal(SIGTERM, CountInterrupt);
@@ -213,9 +219,7 @@ absl::Status TrainCommand(const TrainArguments& arguments) {
   MOONPIPE_ASSIGN_OR_RETURN(run.spec, LoadRunFile(arguments.run_file, overrides));
   std::filesystem::path folder = arguments.run_folder;
   if (folder.empty()) {
-    const std::string stem = std::filesystem::path(arguments.run_file).stem().string();
-    const std::string parent = std::filesystem::absolute(arguments.run_file).parent_path().filename().string();
-    folder = std::filesystem::path(arguments.runs_folder) / absl::StrCat(ToId(stem == "run" ? parent : stem), "-", Timestamp());
+    folder = std::filesystem::path(arguments.runs_folder) / NewRunId(arguments.run_file);
   }
   folder = std::filesystem::absolute(folder).lexically_normal();
   if (folder.filename().empty()) folder = folder.parent_path();

@@ -8,6 +8,10 @@
 
 namespace moonpipe {
 
+// An id for a new run of this file: its name, or its folder's for run.yaml, and the time. `examples/digits/run.yaml` gives
+// `digits-20261130-220000`.
+std::string NewRunId(const std::string& run_file);
+
 struct TrainArguments {
   std::string run_file;
   std::vector<std::string> overrides;  // as of --set
