@@ -199,7 +199,12 @@ TEST(SocketEdge, AStoppedPeerIsADeadlineThatSaysWhatCame) {
   std::vector<uint8_t> got(1000);
   absl::Status status = silent.receiver->Receive(BytesHeader(1000), got.data(), In(20));
   ExpectStatus(status, absl::StatusCode::kDeadlineExceeded, "for generation 3 step 12 microbatch 0 uint8[1000]; nothing of it came");
-  EXPECT_THAT(std::string(status.message()), HasSubstr("waited 2")) << "20 ms or a little more";
+  // A busy machine wakes it late, so only the least is sure.
+  const std::string words(status.message());
+  const size_t begin = words.find("waited ") + 7;
+  absl::Duration waited;
+  ASSERT_TRUE(absl::ParseDuration(words.substr(begin, words.find(" for ") - begin), &waited)) << words;
+  EXPECT_GE(waited, absl::Milliseconds(19)) << words;
   ExpectStatus(silent.receiver->Receive(BytesHeader(1000), got.data(), Soon()), absl::StatusCode::kDeadlineExceeded, "waited");
 
   RawPeer stopped = MakeRawPeer();
