@@ -259,7 +259,12 @@ absl::StatusOr<StepReport> PlanExecution::Run(const RunStep& step) {
     }
   }
   data_->Prefetch(step.step(), std::move(wanted), context.deadline);
-  if (!step.decode()) gradients_->Begin();
+  if (!step.decode()) {
+    MOONPIPE_RETURN_IF_ERROR(CatchTorch([&]() -> absl::Status {
+      gradients_->Begin();
+      return absl::OkStatus();
+    }));
+  }
   MOONPIPE_ASSIGN_OR_RETURN(StepReport report, executor_->Run(context));
   if (!step.decode()) {
     MOONPIPE_RETURN_IF_ERROR(CatchTorch([&]() -> absl::Status {
