@@ -283,6 +283,9 @@ absl::Status RunSession::AwaitWorkers() {
       WorkerPool::Options pool;
       pool.generation = generation_;
       pool.heartbeat_timeout = absl::Seconds(spec_.runtime().heartbeat_timeout_seconds());
+      for (const auto& [worker, one] : plan_.plans) {
+        for (const worker::v1::EdgePlan& edge : one.edges()) pool.edges[worker].push_back(edge.name());
+      }
       pool_ = std::make_unique<WorkerPool>(options_.hub, std::move(members), pool);
       return absl::OkStatus();
     }
@@ -387,7 +390,8 @@ absl::Status RunSession::RunOnWorkers(uint64_t step, const data::v1::StepManifes
   }
   if (!decode) MOONPIPE_RETURN_IF_ERROR(FaultPoint("after_run_step", step));
   return pool_->Await(
-      absl::StrCat(decode ? "decoding step " : "step ", step, " ran"), StepDeadline(),
+      absl::StrCat(decode ? "decoding step " : "step ", step, " ran with microbatches 0 to ", manifest.microbatches_size() - 1),
+      StepDeadline(),
       [&] { return Missing(pool_->reports[step]).empty(); }, [&] { return Missing(pool_->reports[step]); });
 }
 

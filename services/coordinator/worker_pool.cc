@@ -174,7 +174,8 @@ absl::Status WorkerPool::Explain(const std::string& what, std::vector<Sign> sign
   switch (cause.kind) {
     case Sign::Kind::kSilent:
       message = absl::StrCat(NameOf(cause.worker), " has been silent for ", absl::FormatDuration(options_.heartbeat_timeout),
-                             " while ", what, info.has_value() ? absl::StrCat("; it was last at ", PlaceOf(*info)) : "",
+                             " while ", what,
+                             info.has_value() && ParseAction(info->activity).ok() ? absl::StrCat("; it was last at ", PlaceOf(*info)) : "",
                              "; is its process stopped?");
       break;
     case Sign::Kind::kLeft:
@@ -206,7 +207,11 @@ absl::Status WorkerPool::Explain(const std::string& what, std::vector<Sign> sign
       if (member.id != cause.worker && latest.has_value() && !latest->waiting_for.empty()) waiting.push_back(*latest);
     }
     std::stable_partition(waiting.begin(), waiting.end(), [&](const WorkerInfo& worker) { return joins_cause(worker.waiting_for); });
-    if (!waiting.empty()) absl::StrAppend(&message, "; ", NameOf(waiting[0].id), " was at ", PlaceOf(waiting[0]));
+    if (!waiting.empty()) {
+      absl::StrAppend(&message, "; ", NameOf(waiting[0].id), " was at ", PlaceOf(waiting[0]));
+    } else if (const auto own = options_.edges.find(cause.worker); own != options_.edges.end() && !own->second.empty()) {
+      absl::StrAppend(&message, "; nobody waited on its edge ", absl::StrJoin(own->second, " or "));
+    }
   }
   return absl::Status(code, message);
 }

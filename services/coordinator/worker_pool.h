@@ -23,6 +23,8 @@ class WorkerPool {
     absl::Duration heartbeat_timeout = absl::Seconds(10);
     // After the first sign of a failure, how long others are listened to, so that the message can tell cause from effect.
     absl::Duration gather = absl::Milliseconds(400);
+    // The edges of each worker, named when nobody at their other ends can tell where it stood.
+    std::map<uint32_t, std::vector<std::string>> edges;
   };
   // `hub` must outlive the pool. `members` are the workers of the plan.
   WorkerPool(WorkerHub* hub, std::vector<WorkerInfo> members, Options options);

@@ -83,10 +83,11 @@ TEST_P(KillMatrixTest, TheRunEndsInTimeWithOneMessageAndGoesOnAfterwards) {
                                                        {"decoder-stage-1", "decoder stage 1"}};
   EXPECT_THAT(message, testing::StartsWith(absl::StrCat("moonpipe: ", in_words.at(victim)))) << "it does not blame the victim";
   EXPECT_THAT(message, HasSubstr("--run-folder " + run_folder));
-  EXPECT_THAT(message, ContainsRegex("step [34]"));
+  // A dataloader that works ahead may be missed only a step later.
+  EXPECT_THAT(message, ContainsRegex("step [345]"));
   if (Computes(victim) && matrix_case.phase != Phase::kSave) {
     EXPECT_THAT(message, ContainsRegex("edge (features|feature-gradient|activation.0|gradient.0)"));
-    EXPECT_THAT(message, ContainsRegex("microbatch [0-2]"));
+    EXPECT_THAT(message, ContainsRegex("(microbatch|microbatches) [0-2]"));
   }
 
   const auto again = Program::Moonpipe(Train(run_file, run_folder));
