@@ -183,9 +183,12 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
   }
   // Workers that were still starting up are not known to the coordinator, so it cannot drain them.
   cluster->Kill();
-  if (!run.json) {
-    printer.Line(absl::StrCat("run ", run.id, " has finished: ", last.step(), " of ", run.spec.train().steps(),
-                              " steps are taken; raise train.steps to go on, or start a new run folder"));
+  const std::string message = absl::StrCat("run ", run.id, " has finished: ", last.step(), " of ", run.spec.train().steps(),
+                                           " steps are taken; raise train.steps to go on, or start a new run folder");
+  if (run.json) {
+    std::cerr << message << "\n";
+  } else {
+    printer.Line(message);
   }
   return last;
 }
