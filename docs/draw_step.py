@@ -16,8 +16,9 @@ def kind(name):
 
 def main(path, step=None):
     trace = json.load(open(path))["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in trace if e["ph"] == "M"}
-    spans = [e for e in trace if e["ph"] == "X"]
+    names = {e["tid"]: e["args"]["name"] for e in trace
+             if e["ph"] == "M" and e["name"] == "thread_name" and e["args"]["name"] != "coordinator"}
+    spans = [e for e in trace if e["ph"] == "X" and e["tid"] in names]
     step = int(step) if step else max(e["args"]["step"] for e in spans)
     spans = [e for e in spans if e["args"]["step"] == step]
     begin = min(e["ts"] for e in spans)

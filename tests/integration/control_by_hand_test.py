@@ -101,6 +101,8 @@ class ByHand(Case):
             # The next coordinator finds the run's folder.
             with services_by_hand(stages=1, folder=folder) as (_, address, processes):
                 spec["train"]["steps"] = "100000"
+                # No newer checkpoint, which would let go of the old ones.
+                spec["checkpoint"]["everySteps"] = "1000000"
                 request = {"spec": spec, "training_run_id": "by-hand", "request_id": "8c0b2b5e-2a50-4a8c-9b38-b5a0c7a0e9f1"}
                 grpc = Grpcurl(address)
                 self.assertNotIn("uid", grpc.call(service + "CreateTrainingRun", {**request, "validate_only": True}))
