@@ -73,6 +73,28 @@ TEST(StepSource, MakesTheSameBytesFromTheSameCursorInAnyOrder) {
   EXPECT_NE(Make(*Open(other), 1, {}).manifest.digest(), steps[0].manifest.digest());
 }
 
+TEST(StepSource, ShiftsPicturesAnewInEveryEpochAndNothingElse) {
+  StepSourceOptions options = DigitsOptions(TrainFiles());
+  const Step plain = Make(*Open(options), 1, {});
+  options.random_shift_pixels = 7;
+  const Step shifted = Make(*Open(options), 1, {});
+  EXPECT_EQ(Bytes(Make(*Open(options), 1, {})), Bytes(shifted)) << "a replay makes the same shifts";
+  EXPECT_NE(shifted.manifest.digest(), plain.manifest.digest()) << "the digest tells shifted pictures from plain ones";
+  ASSERT_EQ(shifted.microbatches.size(), plain.microbatches.size());
+  for (size_t i = 0; i < plain.microbatches.size(); ++i) {
+    EXPECT_EQ(shifted.microbatches[i].token_ids, plain.microbatches[i].token_ids);
+    EXPECT_EQ(shifted.microbatches[i].patches.size(), plain.microbatches[i].patches.size());
+    EXPECT_NE(shifted.microbatches[i].patches, plain.microbatches[i].patches);
+  }
+  // One sample alone: the same document in both epochs, seen at another place.
+  options = SmallOptions("shift", {{"a.json", RecordJson("<image>", "x", {"r.png"})}, {"r.png", PngOf(28, 28, 255, 0, 0)}});
+  options.random_shift_pixels = 7;
+  DataCursor later;
+  later.set_epoch(1);
+  const auto source = Open(options);
+  EXPECT_NE(Make(*source, 1, {}).microbatches[0].patches, Make(*source, 2, later).microbatches[0].patches);
+}
+
 TEST(StepSource, TakesEverySampleOnceAnEpoch) {
   StepSourceOptions options = DigitsOptions(TrainFiles());
   options.microbatches = 1;
