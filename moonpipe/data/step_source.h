@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "moonpipe/data/picture_warp.h"
 #include "moonpipe/data/v1/manifest.pb.h"
 
 namespace moonpipe {
@@ -38,7 +39,7 @@ struct StepSourceOptions {
   int32_t merge = 2;
   uint64_t seed = 0;
   bool allow_outside_paths = false;
-  uint32_t random_shift_pixels = 0;  // training pictures only
+  WarpLimits random_warp;  // training pictures only
 };
 
 // Makes steps one after another. Deterministic: equal options and an equal cursor give equal bytes, in any process. Not safe for

@@ -47,7 +47,9 @@ class DataPlan {
       options_.merge = static_cast<int32_t>(config.vision->merge_height);
     }
     options_.seed = spec.train().seed();
-    options_.random_shift_pixels = spec.data().random_shift_pixels();
+    options_.random_warp.shift_pixels = spec.data().random_shift_pixels();
+    if (getenv("XROT")) options_.random_warp.rotation_degrees = atof(getenv("XROT"));
+    if (getenv("XSCALE")) options_.random_warp.scale = atof(getenv("XSCALE"));
     options_.allow_outside_paths = spec.data().allow_outside_paths();
     MOONPIPE_ASSIGN_OR_RETURN(source_, OpenStepSource(options_));
     service_->SetPlan(plan_, metrics);
