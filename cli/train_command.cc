@@ -242,6 +242,7 @@ absl::Status TrainCommand(const TrainArguments& arguments) {
             << run.spec.train().steps() << "\n"
             << "checkpoints  " << where << "/checkpoints\n"
             << "metrics      " << where << "/metrics.jsonl, pages of the services while they run: " << where << "/services.json\n"
+            << "tensorboard  " << where << "/tensorboard\n"
             << "trace        " << where << "/trace.json  (open in ui.perfetto.dev or chrome://tracing)\n"
             << "logs         " << where << "/logs\n";
   if (ended.state() == TrainingRun::STATE_SUCCEEDED) std::cout << "report       " << where << "/report.json\n";
