@@ -150,7 +150,7 @@ void CheckSchedule(const LearningRateSchedule& schedule, uint64_t steps, Violati
 
 void CheckOptimizer(const cluster::v1::OptimizerSpec& optimizer, uint64_t steps, Violations* v) {
   v->Require(optimizer.has_learning_rate(), "optimizer.learning_rate", "the peak learning rate");
-  if (optimizer.has_learning_rate()) v->Positive("optimizer.learning_rate", optimizer.learning_rate());
+  if (optimizer.has_learning_rate()) v->NotNegative("optimizer.learning_rate", optimizer.learning_rate());
   const auto moment = [&](const std::string& field, double beta) {
     if (!(beta >= 0 && beta < 1)) v->Add(field, absl::StrCat("must be at least 0 and below 1, found ", beta));
   };
