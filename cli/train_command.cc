@@ -23,7 +23,7 @@
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/config/run_file.h"
 #include "moonpipe/runtime/terminal.h"
-#include "moonpipe/spec/model_config.h"
+#include "moonpipe/spec/flavors.h"
 #include "nlohmann/json.hpp"
 #include "services/coordinator/checkpoint_ledger.h"
 
@@ -79,8 +79,7 @@ struct EmbeddedRun {
 
 // Runs to the end and returns the run's last state. The error is what a person should read.
 absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
-  const std::string model = run.spec.model().has_path() ? run.spec.model().path() + "/config.json" : run.spec.model().config();
-  MOONPIPE_ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(model));
+  MOONPIPE_ASSIGN_OR_RETURN(const ModelConfig config, ReadModelOf(run.spec.model()));
   EmbeddedCluster::Options options;
   options.runs_folder = run.runs_folder;
   options.run_id = run.id;

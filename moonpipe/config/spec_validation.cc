@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "moonpipe/base/nearest_name.h"
 #include "moonpipe/config/run_file.h"
+#include "moonpipe/spec/flavors.h"
 
 namespace moonpipe {
 namespace {
@@ -81,9 +82,14 @@ void CheckModel(const cluster::v1::ModelSpec& model, Violations* v) {
     v->Add("model",
            absl::StrCat("takes exactly one of path, config and flavor; found ", absl::StrJoin(given, " and ")));
   }
+  if (model.keep_quantised() && !model.has_path()) {
+    v->Add("model.keep_quantised", "is true, but only the weights of a folder (model.path) can be quantised");
+  }
   if (model.has_path() && model.path().empty()) v->Add("model.path", "is an empty path");
   if (model.has_config() && model.config().empty()) v->Add("model.config", "is an empty path");
-  if (model.has_flavor() && model.flavor().empty()) v->Add("model.flavor", "is an empty name");
+  if (model.has_flavor()) {
+    if (const auto flavor = FindFlavor(model.flavor()); !flavor.ok()) v->Add("model.flavor", std::string(flavor.status().message()));
+  }
 }
 
 void CheckData(const cluster::v1::DataSpec& data, Violations* v) {
@@ -144,7 +150,7 @@ void CheckSchedule(const LearningRateSchedule& schedule, uint64_t steps, Violati
 
 void CheckOptimizer(const cluster::v1::OptimizerSpec& optimizer, uint64_t steps, Violations* v) {
   v->Require(optimizer.has_learning_rate(), "optimizer.learning_rate", "the peak learning rate");
-  if (optimizer.has_learning_rate()) v->Positive("optimizer.learning_rate", optimizer.learning_rate());
+  if (optimizer.has_learning_rate()) v->NotNegative("optimizer.learning_rate", optimizer.learning_rate());
   const auto moment = [&](const std::string& field, double beta) {
     if (!(beta >= 0 && beta < 1)) v->Add(field, absl::StrCat("must be at least 0 and below 1, found ", beta));
   };

@@ -68,7 +68,8 @@ absl::StatusOr<CheckpointInfo> RunSession::WriteCheckpoint(uint64_t step, absl::
     content.shards.insert(content.shards.end(), saved.files().begin(), saved.files().end());
   }
   pool_->saved.erase(step);
-  content.config_json = config_.json;
+  // Weights that were decoded are not what the file's quantization_config says.
+  content.config_json = spec_.model().keep_quantised() ? config_.json : WithoutQuantization(config_.json);
   for (const char* name : {"tiktoken.model", "tokenizer_config.json"}) {
     content.tokenizer_files.push_back(absl::StrCat(spec_.data().tokenizer(), "/", name));
   }

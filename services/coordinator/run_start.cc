@@ -9,6 +9,7 @@
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/config/run_file.h"
+#include "moonpipe/spec/flavors.h"
 #include "moonpipe/train/lr_schedule.h"
 #include "services/coordinator/machine.h"
 #include "services/coordinator/plan_summary.h"
@@ -34,8 +35,7 @@ absl::Status RunSession::ReadModel() {
   std::filesystem::create_directories(folder_, error);
   if (error) return absl::InternalError(absl::StrCat("cannot create run folder ", folder_, ": ", error.message()));
   MOONPIPE_RETURN_IF_ERROR(WriteFileAtomically(folder_ + "/run.yaml", WriteYaml(spec_)));
-  const std::string path = spec_.model().has_path() ? spec_.model().path() + "/config.json" : spec_.model().config();
-  MOONPIPE_ASSIGN_OR_RETURN(config_, ReadModelConfig(path));
+  MOONPIPE_ASSIGN_OR_RETURN(config_, ReadModelOf(spec_.model()));
   tensors_ = ListTensors(config_);
   // A group that matches nothing is refused here, before any worker starts.
   MOONPIPE_ASSIGN_OR_RETURN(rules_, AssignUpdateRules(spec_.optimizer(), tensors_, tensors_));
