@@ -76,13 +76,14 @@ MemoryEstimate EstimateMemory(const ModelConfig& config, const PartRange& range,
   const ParallelSizes& parallel = options.parallel;
   const TextConfig& text = config.text;
   int64_t trained = -options.frozen_parameters;
-  int64_t largest = 0;  // tensor whose gradient passes on its way to the accumulator
+  int64_t largest = 0;  // weight of a layer or the tower, whose gradient passes on its way to the accumulator
   for (const TensorSpec& tensor : ListTensors(config, range)) {
     const int64_t elements = ElementsPerDevice(tensor, parallel);
     estimate.parameters += elements;
     if (tensor.trainable) trained += elements;
+    const bool by_layer = tensor.layer >= 0 || tensor.part != ModelPartKind::kDecoder;
     // Experts are one stack.
-    largest = std::max(largest, tensor.expert >= 0 ? elements * text.n_routed_experts : elements);
+    if (by_layer) largest = std::max(largest, tensor.expert >= 0 ? elements * text.n_routed_experts : elements);
   }
   trained = std::max<int64_t>(trained, 0);
   // A tied head has gradients of its own.
@@ -104,9 +105,8 @@ MemoryEstimate EstimateMemory(const ModelConfig& config, const PartRange& range,
   }
   if (range.has_embedding) kept += kIndex * tokens;
   if (range.has_head) {
-    // Input of the last norm and its output; then logits with two tensors like them, for the sums of their exponentials.
+    // Input of the last norm and its output.
     kept += (2 * text.hidden_size + 1) * tokens;
-    passing = std::max(passing, 3 * vocabulary * tokens);
   }
   if (range.has_vision && config.vision.has_value()) {
     const int64_t window = config.vision->merge_height * config.vision->merge_width;
@@ -116,8 +116,16 @@ MemoryEstimate EstimateMemory(const ModelConfig& config, const PartRange& range,
     kept += patches * values.kept + patches / window * text.hidden_size;
     passing = std::max(passing, patches * values.passing);
   }
-  estimate.activations_bytes = kFloatBytes * kept * options.live_microbatches;
-  estimate.working_bytes = kFloatBytes * (passing + largest);
+  kept *= options.live_microbatches;
+  int64_t working = passing + largest;
+  if (range.has_head) {
+    // Logits with their exponentials or their gradient; then that with the gradient of the head's weight.
+    working = std::max({working, 2 * vocabulary * tokens, vocabulary * (tokens + text.hidden_size)});
+  }
+  // The embedding's gradient is made last, when nothing is kept.
+  if (range.has_embedding) working = std::max(working, vocabulary * text.hidden_size - kept);
+  estimate.activations_bytes = kFloatBytes * kept;
+  estimate.working_bytes = kFloatBytes * working;
   return estimate;
 }
 
