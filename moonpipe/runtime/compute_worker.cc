@@ -29,6 +29,7 @@
 #include "moonpipe/pipeline/vision_stage.h"
 #include "moonpipe/runtime/channel.h"
 #include "moonpipe/runtime/microbatch_client.h"
+#include "moonpipe/spec/flops.h"
 #include "moonpipe/train/master_weights.h"
 #include "moonpipe/train/optimizer.h"
 
@@ -107,7 +108,9 @@ class PlanExecution {
   std::map<std::string, EdgeMetrics> edge_metrics_;
   absl::Time step_begin_;
   absl::Time last_end_ = absl::InfinitePast();
-  double pending_flops_ = 0;  // of a step that ran and is not yet committed
+  // Of a step that ran and is not yet committed.
+  double pending_vision_flops_ = 0, pending_decoder_flops_ = 0;
+  FrozenParts frozen_parts_;
 };
 
 absl::Status PlanExecution::Start() {
@@ -128,6 +131,8 @@ absl::Status PlanExecution::Start() {
   const bool is_stage = plan_.role() == common::v1::WORKER_ROLE_DECODER_STAGE;
   const std::string stage = is_stage ? absl::StrCat(plan_.part().stage()) : "vision";
   metrics_.emplace(options_.metrics, plan_.run(), stage, is_stage ? "decoder-stage" : "vision-encoder", "cpu");
+  if (is_stage) metrics_->model_flops("decoder");
+  if (store_->range().has_vision) metrics_->model_flops("vision");
   if (options_.peak_flops_per_second > 0) metrics_->device_peak.Set(options_.peak_flops_per_second);
   for (const auto& [name, edge] : edges_.senders) {
     edge_metrics_.emplace(name, EdgeMetrics(options_.metrics, plan_.run(), stage, name, "send", edge->transport()));
@@ -177,7 +182,13 @@ absl::Status PlanExecution::BuildModel() {
                             AssignUpdateRules(plan_.spec().optimizer(), store_->specs(), ListTensors(config)));
   // A parameter without any moving tensor needs no gradient.
   std::map<std::string, bool> frozen;
-  for (size_t i = 0; i < rules.size(); ++i) frozen[store_->specs()[i].name] = rules[i].frozen;
+  std::vector<bool> moving;
+  for (size_t i = 0; i < rules.size(); ++i) {
+    frozen[store_->specs()[i].name] = rules[i].frozen;
+    moving.push_back(!rules[i].frozen);
+  }
+  // Of the own tensors alone: enough for the tower's count, since tower and projector are never apart.
+  frozen_parts_ = FindFrozenParts(config, store_->specs(), moving);
   for (const Parameter& parameter : store_->parameters()) {
     const bool moves = std::any_of(parameter.published.begin(), parameter.published.end(),
                                    [&](const TensorSpec& spec) { return !frozen.at(spec.name); });
@@ -337,7 +348,14 @@ void PlanExecution::ObserveStep(const RunStep& step, const StepReport& report) {
     if (sum > 0) ratio = std::max(ratio, largest * counts.counts_size() / sum);
   }
   if (ratio > 0) metrics_->expert_load_max_ratio.Set(ratio);
-  pending_flops_ = step.decode() ? 0 : step.model_flops();
+  pending_vision_flops_ = pending_decoder_flops_ = 0;
+  if (step.decode()) return;
+  if (store_->range().has_vision) {
+    PartRange tower;
+    tower.has_vision = true;
+    pending_vision_flops_ = static_cast<double>(CountTrainingFlops(store_->config(), tower, step.manifest(), frozen_parts_).total());
+  }
+  pending_decoder_flops_ = step.model_flops() - pending_vision_flops_;
 }
 
 void PlanExecution::ObserveFailure(const absl::Status& status) {
@@ -358,7 +376,8 @@ absl::Status PlanExecution::Commit(const CommitStep& step) {
     if (decoder_ != nullptr) decoder_->UpdateExpertBiases(step, plan_.spec().train().expert_bias_rate());
     const absl::Time end = absl::Now();
     metrics_->AddPhase(StagePhase::kOptimizer, end - begin);
-    metrics_->model_flops.Add(pending_flops_);
+    if (store_->range().has_vision) metrics_->model_flops("vision").Add(pending_vision_flops_);
+    if (decoder_ != nullptr) metrics_->model_flops("decoder").Add(pending_decoder_flops_);
     last_end_ += end - begin;
     return absl::OkStatus();
   });

@@ -361,6 +361,18 @@ absl::StatusOr<Json> ParseJson(absl::string_view text) {
 
 }  // namespace
 
+absl::string_view ArchitectureName(Architecture architecture) {
+  switch (architecture) {
+    case Architecture::kKimiVl:
+      return "kimi_vl";
+    case Architecture::kDeepseekV3:
+      return "deepseek_v3";
+    case Architecture::kKimiK25:
+      return "kimi_k25";
+  }
+  return "";
+}
+
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
   MOONPIPE_ASSIGN_OR_RETURN(const Json root, ParseJson(json));
   if (!root.is_object()) return absl::InvalidArgumentError("model configuration: the file must hold one JSON object");

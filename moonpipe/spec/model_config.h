@@ -17,6 +17,8 @@ namespace moonpipe {
 
 // Which key spelling the checkpoint uses and which projector follows the tower.
 enum class Architecture { kKimiVl, kDeepseekV3, kKimiK25 };
+// kimi_vl, deepseek_v3, kimi_k25: as model_type spells them.
+absl::string_view ArchitectureName(Architecture architecture);
 
 // YaRN; absent means plain rotary embeddings.
 struct RopeScaling {

@@ -7,7 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/status_macros.h"
-#include "moonpipe/pipeline/stage_split.h"
+#include "moonpipe/pipeline/plan_estimate.h"
 
 namespace moonpipe {
 namespace {
@@ -121,14 +121,9 @@ absl::StatusOr<ClusterPlan> BuildPlan(const PlanInputs& inputs) {
   MOONPIPE_ASSIGN_OR_RETURN(const Schedule schedule, MakeSchedule(options));
   MOONPIPE_RETURN_IF_ERROR(ValidateSchedule(schedule));
 
-  if (pipeline.layers_per_stage().empty()) {
-    MOONPIPE_ASSIGN_OR_RETURN(plan.parts, SplitLayers(CostsOf(inputs.model), num_stages));
-  } else {
-    MOONPIPE_ASSIGN_OR_RETURN(plan.parts,
-                              SplitLayersAs({pipeline.layers_per_stage().begin(), pipeline.layers_per_stage().end()},
-                                            inputs.model.text.num_hidden_layers, num_stages));
-  }
-  plan.parts[0].has_vision = options.vision_in_first_stage;
+  MOONPIPE_ASSIGN_OR_RETURN(plan.parts, PartsOfStages(inputs.model, num_stages,
+                                                      {pipeline.layers_per_stage().begin(), pipeline.layers_per_stage().end()},
+                                                      options.vision_in_first_stage));
 
   const bool needs_encoder = options.has_vision && !options.vision_in_first_stage;
   MOONPIPE_ASSIGN_OR_RETURN(const Cast cast, ChooseWorkers(inputs, static_cast<size_t>(num_stages), needs_encoder));

@@ -39,22 +39,12 @@ absl::Status RunSession::ReadModel() {
   tensors_ = ListTensors(config_);
   // A group that matches nothing is refused here, before any worker starts.
   MOONPIPE_ASSIGN_OR_RETURN(rules_, AssignUpdateRules(spec_.optimizer(), tensors_, tensors_));
-  frozen_ = FrozenParts{true, true, true};
+  std::vector<bool> moves;
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (rules_[i].frozen) continue;
-    norm_names_.push_back(tensors_[i].name);
-    switch (tensors_[i].part) {
-      case ModelPartKind::kVision:
-        frozen_.vision = false;
-        break;
-      case ModelPartKind::kProjector:
-        frozen_.projector = false;
-        break;
-      case ModelPartKind::kDecoder:
-        frozen_.decoder = false;
-        break;
-    }
+    moves.push_back(!rules_[i].frozen);
+    if (moves.back()) norm_names_.push_back(tensors_[i].name);
   }
+  frozen_ = FindFrozenParts(config_, tensors_, moves);
   return CheckLearningRateSchedule(spec_.optimizer().schedule(), spec_.train().steps());
 }
 
@@ -171,7 +161,7 @@ absl::Status RunSession::CarryOutPlan() {
     // One unknown device makes the sum unknown.
     peak_flops_ = peak <= 0 || peak_flops_ < 0 ? -1 : peak_flops_ + peak;
   }
-  const std::string summary = SummarizePlan(plan_, job_.id, spec_, config_, peak_flops_);
+  MOONPIPE_ASSIGN_OR_RETURN(const std::string summary, SummarizePlan(plan_, job_.id, spec_, config_, rules_, peak_flops_));
   Update([&](TrainingRun& run) { run.set_plan_summary(summary); });
   MOONPIPE_RETURN_IF_ERROR(pool_->Await(
       "the workers carried out the plan", absl::Now() + absl::Seconds(spec_.runtime().start_timeout_seconds()),

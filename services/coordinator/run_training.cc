@@ -1,6 +1,5 @@
 #include "services/coordinator/run_session.h"
 
-#include <cmath>
 #include <filesystem>
 #include <utility>
 
@@ -9,7 +8,6 @@
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
-#include "moonpipe/pipeline/stage_split.h"
 #include "moonpipe/train/lr_schedule.h"
 #include "services/coordinator/edge_traffic.h"
 #include "services/coordinator/run_step_builder.h"
@@ -62,22 +60,14 @@ absl::Status RunSession::RunOnWorkers(uint64_t step, const data::v1::StepManifes
 }
 
 std::map<uint32_t, double> RunSession::ShareFlops(const data::v1::StepManifest& manifest) const {
-  const StepFlops flops = CountTrainingFlops(config_, manifest, frozen_);
   std::map<uint32_t, double> shares;
-  if (plan_.encoder.has_value()) shares[*plan_.encoder] = flops.vision + flops.projector;
-  const SplitCosts costs = CostsOf(config_);
-  double whole = costs.head;
-  for (const double layer : costs.layers) whole += layer;
-  double left = flops.decoder;
+  if (plan_.encoder.has_value()) {
+    PartRange tower;
+    tower.has_vision = true;
+    shares[*plan_.encoder] = static_cast<double>(CountTrainingFlops(config_, tower, manifest, frozen_).total());
+  }
   for (size_t stage = 0; stage < plan_.stages.size(); ++stage) {
-    const PartRange& part = plan_.parts[stage];
-    double cost = part.has_head ? costs.head : 0;
-    for (int64_t layer = part.first_layer; layer < part.end_layer; ++layer) cost += costs.layers[static_cast<size_t>(layer)];
-    // Whole numbers, and the rest for the last stage, so that the shares add up to the step's count exactly.
-    const double share = stage + 1 == plan_.stages.size() ? left : std::floor(flops.decoder * cost / whole);
-    left -= share;
-    shares[plan_.stages[stage]] += share;
-    if (part.has_vision) shares[plan_.stages[stage]] += flops.vision + flops.projector;
+    shares[plan_.stages[stage]] = static_cast<double>(CountTrainingFlops(config_, plan_.parts[stage], manifest, frozen_).total());
   }
   return shares;
 }
@@ -168,8 +158,8 @@ absl::Status RunSession::TakeStep(uint64_t step) {
     event.set_images(event.images() + static_cast<uint64_t>(microbatch.grids_size()));
     event.set_samples(event.samples() + static_cast<uint64_t>(microbatch.samples_size()));
   }
-  const StepFlops flops = CountTrainingFlops(config_, manifest, frozen_);
-  event.set_model_flops(flops.total());
+  const auto flops = static_cast<double>(CountTrainingFlops(config_, manifest, frozen_).total());
+  event.set_model_flops(flops);
   event.set_bubble_ratio(decision.bubble_ratio);
   for (const auto& [worker, report] : reports) {
     event.set_peak_memory_bytes(std::max(event.peak_memory_bytes(), report.peak_memory_bytes()));
@@ -180,12 +170,12 @@ absl::Status RunSession::TakeStep(uint64_t step) {
   event.set_skip_reason(decision.skip_reason);
   const double seconds = absl::ToDoubleSeconds(absl::Now() - begin);
   event.set_seconds(seconds);
-  if (peak_flops_ > 0) event.set_mfu(flops.total() / seconds / peak_flops_);
+  if (peak_flops_ > 0) event.set_mfu(flops / seconds / peak_flops_);
   ++steps_here_;
   step_seconds_ += seconds;
   tokens_ += event.tokens();
   images_ += event.images();
-  flops_ += flops.total();
+  flops_ += flops;
   last_loss_ = decision.loss;
   event.set_eta_seconds(step_seconds_ / static_cast<double>(steps_here_) * static_cast<double>(spec_.train().steps() - step));
   metrics_log_->Append(event);
