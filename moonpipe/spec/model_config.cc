@@ -1,6 +1,7 @@
 #include "moonpipe/spec/model_config.h"
 
 #include <algorithm>
+#include <limits>
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
@@ -326,7 +327,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
     return problems.ToStatus();
   }
 
-  top.Only("ignore_index", -100, "labels of -100 are the untrained ones");
+  config.ignore_index = top.IntegerOr("ignore_index", std::numeric_limits<int32_t>::min(), config.ignore_index);
   if (config.architecture == Architecture::kDeepseekV3) {
     config.text = ReadText(top, &problems);
     config.pad_token_id = ReadToken(top, "pad_token_id", config.text.vocab_size);

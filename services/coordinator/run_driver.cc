@@ -106,6 +106,9 @@ class RunSession {
   absl::Status RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, bool decode, bool zero_features);
   // Model FLOPs of the step by worker: the tower's to its owner, the decoder's by what the layers of a stage cost.
   std::map<uint32_t, double> ShareFlops(const data::v1::StepManifest& manifest) const;
+  // The first step on a recorded batch leaves what it computed in RUN/observed; where RUN/pinned-routing.safetensors is, it follows
+  // the choices of the router in there.
+  void ObserveRecorded(worker::v1::RunStep& run) const;
   absl::Status AwaitCommitted(uint64_t step);
   absl::Status Save(uint64_t step);
   absl::Status Evaluate();
@@ -386,6 +389,7 @@ absl::Status RunSession::RunOnWorkers(uint64_t step, const data::v1::StepManifes
     ConnectResponse command;
     *command.mutable_run_step() = run;
     if (!decode) command.mutable_run_step()->set_model_flops(flops.at(worker));
+    if (!decode && step == 1 && spec_.data().has_batches()) ObserveRecorded(*command.mutable_run_step());
     pool_->Send(worker, std::move(command));
   }
   if (!decode) MOONPIPE_RETURN_IF_ERROR(FaultPoint("after_run_step", step));
@@ -414,6 +418,12 @@ std::map<uint32_t, double> RunSession::ShareFlops(const data::v1::StepManifest& 
     if (part.has_vision) shares[plan_.stages[stage]] += flops.vision + flops.projector;
   }
   return shares;
+}
+
+void RunSession::ObserveRecorded(worker::v1::RunStep& run) const {
+  run.set_observe_folder(folder_ + "/observed");
+  const std::string pinned = folder_ + "/pinned-routing.safetensors";
+  if (std::filesystem::exists(pinned)) run.set_pinned_routing(pinned);
 }
 
 absl::Status RunSession::AwaitCommitted(uint64_t step) {
@@ -574,6 +584,7 @@ absl::Status RunSession::Save(uint64_t step) {
     pool_->saved.erase(step);
     content.config_json = config_.json;
     for (const char* name : {"tiktoken.model", "tokenizer_config.json"}) {
+      if (spec_.data().tokenizer().empty()) break;  // trained on recorded batches
       content.tokenizer_files.push_back(absl::StrCat(spec_.data().tokenizer(), "/", name));
     }
     content.manifest.cursor = cursor_;
