@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <iostream>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -27,13 +28,14 @@ constexpr size_t kShownFailures = 12;
 constexpr double kPatienceSeconds = 120;
 
 // The recorded training: AdamW at a constant rate over every parameter, no clipping, biases of the experts as they are.
-absl::StatusOr<TrainingRunSpec> MakeSpec(const ParityFixture& fixture, const std::string& batch_case, const ParityArguments& arguments) {
+absl::StatusOr<TrainingRunSpec> MakeSpec(const ParityFixture& fixture, const std::string& batch_case, const ParityArguments& arguments,
+                                         uint32_t microbatches) {
   TrainingRunSpec spec;
   spec.mutable_model()->set_path(fixture.folder());
   spec.mutable_data()->set_batches(fixture.recording_path());
   spec.mutable_data()->set_batch_case(batch_case);
   spec.mutable_pipeline()->set_stages(arguments.stages);
-  spec.mutable_pipeline()->set_microbatches(arguments.microbatches);
+  spec.mutable_pipeline()->set_microbatches(microbatches);
   spec.mutable_pipeline()->set_schedule(arguments.schedule);
   const ParityFixture::AdamW& adamw = fixture.adamw();
   const bool steps = fixture.Has(batch_case + "/adamw/losses");
@@ -59,12 +61,9 @@ absl::StatusOr<TrainingRunSpec> MakeSpec(const ParityFixture& fixture, const std
 }
 
 absl::StatusOr<ParityResult> RunCase(const ParityFixture& fixture, const std::string& batch_case, const ParityArguments& arguments,
-                                     const std::string& runs_folder, size_t number) {
+                                     uint32_t microbatches, const std::string& runs_folder, size_t number) {
   EmbeddedRun run;
-  MOONPIPE_ASSIGN_OR_RETURN(run.spec, MakeSpec(fixture, batch_case, arguments));
-  // Found before any process starts.
-  MOONPIPE_ASSIGN_OR_RETURN(const RecordedBatch batch, ReadRecordedBatch(fixture.recording(), batch_case, fixture.config()));
-  MOONPIPE_RETURN_IF_ERROR(DistributeRows(batch.layout.rows.size(), arguments.microbatches).status());
+  MOONPIPE_ASSIGN_OR_RETURN(run.spec, MakeSpec(fixture, batch_case, arguments, microbatches));
   run.runs_folder = runs_folder;
   run.id = absl::StrCat("case-", number);
   run.quiet = true;
@@ -84,8 +83,22 @@ absl::StatusOr<ParityResult> RunCase(const ParityFixture& fixture, const std::st
   return CompareCase(fixture, batch_case, ran);
 }
 
-void Print(const ParityResult& result) {
-  std::cout << result.name << "\n";
+// How many microbatches each case is cut into: what was asked for, or for a case of fewer rows one a row. Refused where no case has as many
+// rows. Every batch is read here, before any process starts.
+absl::StatusOr<std::map<std::string, uint32_t>> CutCases(const ParityFixture& fixture, const std::vector<std::string>& cases, uint32_t wanted) {
+  std::map<std::string, uint32_t> cut;
+  size_t most = 0;
+  for (const std::string& name : cases) {
+    MOONPIPE_ASSIGN_OR_RETURN(const RecordedBatch batch, ReadRecordedBatch(fixture.recording(), name, fixture.config()));
+    most = std::max(most, batch.layout.rows.size());
+    cut[name] = std::min(wanted, static_cast<uint32_t>(batch.layout.rows.size()));
+  }
+  MOONPIPE_RETURN_IF_ERROR(DistributeRows(most, wanted).status());
+  return cut;
+}
+
+void Print(const ParityResult& result, uint32_t microbatches, uint32_t wanted) {
+  std::cout << result.name << (microbatches == wanted ? "" : absl::StrCat("  (", microbatches, " of ", wanted, " microbatches: it has no more rows)")) << "\n";
   for (const ParityGroup& group : result.groups) {
     const bool choices = group.name == "router choices";
     std::cout << absl::StrFormat("  %-32s %4d tensors   largest difference %s%s\n", group.name, group.tensors,
@@ -121,17 +134,21 @@ absl::Status ParityCommand(const ParityArguments& arguments) {
   nlohmann::ordered_json cases = nlohmann::ordered_json::array();
   std::vector<std::string> failed;
   size_t number = 0, tensors = 0;
-  for (const std::string& name : arguments.cases.empty() ? known : arguments.cases) {
-    absl::StatusOr<ParityResult> result = RunCase(fixture, name, arguments, runs.string(), ++number);
+  const std::vector<std::string>& chosen = arguments.cases.empty() ? known : arguments.cases;
+  MOONPIPE_ASSIGN_OR_RETURN(const auto cut, CutCases(fixture, chosen, arguments.microbatches));
+  for (const std::string& name : chosen) {
+    absl::StatusOr<ParityResult> result = RunCase(fixture, name, arguments, cut.at(name), runs.string(), ++number);
     std::error_code ignored;
     std::filesystem::remove_all(runs, ignored);
     if (!result.ok()) return absl::Status(result.status().code(), absl::StrCat("case ", name, ": ", result.status().message()));
     for (const ParityGroup& group : result->groups) tensors += static_cast<size_t>(group.tensors);
     if (!result->failures.empty()) failed.push_back(name);
     if (arguments.json) {
-      cases.push_back(result->ToJson());
+      nlohmann::ordered_json one = result->ToJson();
+      one["microbatches"] = cut.at(name);
+      cases.push_back(std::move(one));
     } else {
-      Print(*result);
+      Print(*result, cut.at(name), arguments.microbatches);
     }
   }
   if (arguments.json) {

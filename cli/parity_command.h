@@ -13,7 +13,7 @@ struct ParityArguments {
   std::string fixture;              // folder with config.json, model.safetensors, io.safetensors and meta.json
   std::vector<std::string> cases;   // empty: all
   uint32_t stages = 2;
-  uint32_t microbatches = 1;
+  uint32_t microbatches = 1;        // a case of fewer rows takes one a row; refused where every case has fewer
   std::string schedule = "1f1b";
   bool pin_routing = false;         // the first step follows the recorded choices of the router
   bool json = false;                // one JSON object with every case

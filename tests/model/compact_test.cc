@@ -82,7 +82,9 @@ TEST_P(CompactTest, GivesTheRecordedLogitsAndGradientsPaddedOnEitherSide) {
   }
   for (const bool left : {false, true}) {
     const Compact compact = Compacted(fixture, input, feature_rows, left);
-    if (input.has_media) EXPECT_LT(compact.columns, fixture.Read(prefix + "in/input_ids").size(1)) << "the form is compact";
+    if (input.has_media) {
+      EXPECT_LT(compact.columns, fixture.Read(prefix + "in/input_ids").size(1)) << "the form is compact";
+    }
     BatchInputs batch;
     batch.rows = compact.rows;
     batch.columns = compact.columns;

@@ -241,7 +241,9 @@ TEST_F(PartsTest, PinnedRoutingReplacesTheRoutersChoices) {
   decoder.PinRouting(2, torch::arange(chosen, torch::kLong).unsqueeze(0).expand({tokens, chosen}));
   const DecoderOutput pinned = decoder.Forward(given);
   for (const ExpertLoad& load : pinned.loads) {
-    if (load.layer == 2) EXPECT_EQ(load.counts_E.narrow(0, 0, chosen).sum().item<int64_t>(), tokens * chosen);
+    if (load.layer == 2) {
+      EXPECT_EQ(load.counts_E.narrow(0, 0, chosen).sum().item<int64_t>(), tokens * chosen);
+    }
   }
   EXPECT_FALSE(torch::equal(free.hidden_or_logits, pinned.hidden_or_logits));
   decoder.PinRouting(2, {});

@@ -504,7 +504,9 @@ TEST(StageExecutorTest, AMaskedPictureIsEncodedAndLeavesVisionGradientsOfExactly
     EXPECT_EQ(without.report(0).edges(0).payload_bytes(), 0U);
     const auto a = masked.Gradients(), b = without.Gradients();
     for (const auto& [name, bytes] : b) {
-      if (name.find("language_model") == 0) EXPECT_EQ(a.at(name), bytes) << name;
+      if (name.find("language_model") == 0) {
+        EXPECT_EQ(a.at(name), bytes) << name;
+      }
     }
     // Exactly zero, whatever its sign.
     int vision = 0;
