@@ -2,6 +2,7 @@
 #include <filesystem>
 #include <functional>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -54,6 +55,28 @@ TEST(ParityCommandTest, ATensorThatWasNotProducedOrHasAnotherShapeFails) {
   const std::vector<std::string> failures = json["cases"][0]["failures"];
   EXPECT_THAT(failures, testing::UnorderedElementsAre(HasSubstr("out/layers.9: is recorded and was not produced"),
                                                       AllOf(HasSubstr("out/norm: has the shape"), HasSubstr("32] was expected"))));
+}
+
+TEST(ParityCommandTest, ABatchThatStartsFromTheRecordedEmbeddingsAgrees) {
+  const std::string folder = ChangedFixture("embeddings", [](std::vector<StoredTensor>& tensors) {
+    std::vector<StoredTensor> kept;
+    for (StoredTensor tensor : tensors) {
+      const std::string& name = tensor.name;
+      // The token embedding has no part in it, so what follows from its gradient is another.
+      if (name == "padded/in/input_ids" || name == "padded/grad_norms" || absl::StrContains(name, "/adamw/") || absl::StrContains(name, "embed_tokens")) continue;
+      if (absl::StartsWith(name, "padded/")) kept.push_back(tensor);
+      if (name != "padded/out/inputs_embeds") continue;
+      tensor.name = "padded/in/inputs_embeds";
+      kept.push_back(tensor);
+    }
+    tensors = kept;
+  });
+  for (const char* stages : {"1", "2"}) {
+    const ProgramResult result = RunParity(folder, {"--stages", stages, "--microbatches", "2", "--json"});
+    EXPECT_EQ(result.exit_code, 0) << result.out << result.err;
+    EXPECT_EQ(Largest(Parse(result), "padded", "merged embeddings"), 0);
+    EXPECT_GT(Largest(Parse(result), "padded", "gradients of the decoder"), 0);
+  }
 }
 
 TEST(ParityCommandTest, AnotherCaseWithoutMaskPositionsAndLabelsRuns) {

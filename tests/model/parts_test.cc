@@ -165,6 +165,8 @@ TEST_F(PartsTest, RowsThatDoNotAddUpAreRefusedWithBothNumbers) {
   EXPECT_THAT(error_of([&] { decoder.Forward({ids, {10}, torch::zeros({2, 64})}); }), HasSubstr("2 feature rows, but the tokens have 0"));
   EXPECT_THAT(error_of([&] { tower.Forward(torch::zeros({15, 3, 14, 14}), {{1, 4, 4}}); }), HasSubstr("16 patches"));
   EXPECT_THAT(error_of([&] { tower.Forward(torch::zeros({12, 3, 14, 14}), {{1, 3, 4}}); }), HasSubstr("multiples of 2 and 2"));
+  // This tower has no positions in time.
+  EXPECT_THAT(error_of([&] { tower.Forward(torch::zeros({32, 3, 14, 14}), {{2, 4, 4}}); }), HasSubstr("2 frames, this tower takes 1"));
 }
 
 TEST_F(PartsTest, TheHeadMultipliesOnlyTheRowsThatAreKept) {
