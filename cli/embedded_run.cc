@@ -68,12 +68,12 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
   options.log_format = run.json ? "json" : "text";
   MOONPIPE_ASSIGN_OR_RETURN(const std::unique_ptr<EmbeddedCluster> cluster, EmbeddedCluster::Start(options));
 
-  ControlClient client(cluster->coordinator_address());
+  auto client = std::make_unique<ControlClient>(cluster->coordinator_address());
   CreateTrainingRunRequest request;
   *request.mutable_spec() = run.spec;
   request.set_training_run_id(run.id);
   request.set_evaluate_only(run.evaluate_only);
-  MOONPIPE_RETURN_IF_ERROR(client.Create(request).status());
+  MOONPIPE_RETURN_IF_ERROR(client->Create(request).status());
 
   ProgressPrinter printer(STDOUT_FILENO, run.json ? StepOutput::kJson : StepOutput::kText);
   bool summary_printed = false;
@@ -83,7 +83,7 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
   uint64_t steps_seen = 0;
   std::atomic<uint64_t> last_step = 0;
   std::thread watcher([&] {
-    watched = client.Watch(RunName(run.id), 0, [&](const WatchTrainingRunResponse& event) {
+    watched = client->Watch(RunName(run.id), 0, [&](const WatchTrainingRunResponse& event) {
       if (event.has_step()) {
         if (!run.quiet) printer.Step(event.step());
         if (run.on_step) run.on_step(event.step());
@@ -120,19 +120,19 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
       seen_interrupts = interrupts;
       if (seen_interrupts > 1) {
         silent = absl::CancelledError("interrupted twice: stopped at once, without a checkpoint");
-        client.CancelWatch();
+        client->CancelWatch();
         break;
       }
       std::cerr << "stopping after this step, with a checkpoint; Ctrl-C again stops at once" << std::endl;
-      (void)client.Stop(RunName(run.id));
+      (void)client->Stop(RunName(run.id));
     }
     if (absl::Now() < next_look) continue;
     next_look = absl::Now() + absl::Seconds(1);
-    if (client.Get(RunName(run.id), kPatience).ok()) answered = absl::Now();
+    if (client->Get(RunName(run.id), kPatience).ok()) answered = absl::Now();
     if (absl::Now() - answered > kCoordinatorSilence) {
       silent = absl::UnavailableError(absl::StrCat("coordinator (pid ", cluster->services().front().pid, ") has been silent for ",
                                                    absl::FormatDuration(kCoordinatorSilence), " at ", where(), "; is its process stopped?"));
-      client.CancelWatch();
+      client->CancelWatch();
       break;
     }
   }
@@ -157,6 +157,8 @@ absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
     return absl::UnavailableError(absl::StrCat(last.error(), resume));
   }
   const bool was_finished = steps_seen == 0 && last.state() == TrainingRun::STATE_SUCCEEDED && !run.evaluate_only;
+  // Nobody reads its connection from now on, and the coordinator would wait for it to be closed.
+  client.reset();
   if (!was_finished) {
     cluster->Finish(kLeave);
     return last;
