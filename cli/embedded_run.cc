@@ -21,7 +21,7 @@
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/runtime/terminal.h"
-#include "moonpipe/spec/model_config.h"
+#include "moonpipe/spec/flavors.h"
 #include "nlohmann/json.hpp"
 
 namespace moonpipe {
@@ -58,8 +58,7 @@ std::vector<std::pair<std::string, std::string>> ReadMetricsPages(const std::str
 absl::StatusOr<TrainingRun> RunEmbedded(const EmbeddedRun& run) {
   signal(SIGINT, CountInterrupt);
   signal(SIGTERM, CountInterrupt);
-  const std::string model = run.spec.model().has_path() ? run.spec.model().path() + "/config.json" : run.spec.model().config();
-  MOONPIPE_ASSIGN_OR_RETURN(const ModelConfig config, ReadModelConfig(model));
+  MOONPIPE_ASSIGN_OR_RETURN(const ModelConfig config, ReadModelOf(run.spec.model()));
   EmbeddedCluster::Options options;
   options.runs_folder = run.runs_folder;
   options.run_id = run.id;

@@ -13,6 +13,8 @@ void ResolveDefaults(cluster::v1::TrainingRunSpec* spec) {
   using cluster::v1::LearningRateSchedule;
   using cluster::v1::VisionSpec;
 
+  DEFAULT_TO(spec->mutable_model(), keep_quantised, false);
+
   auto* data = spec->mutable_data();
   DEFAULT_TO(data, chat_template, "kimi-vl");
   DEFAULT_TO(data, packing_window, 256);

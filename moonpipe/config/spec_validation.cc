@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "moonpipe/base/nearest_name.h"
 #include "moonpipe/config/run_file.h"
+#include "moonpipe/spec/flavors.h"
 
 namespace moonpipe {
 namespace {
@@ -81,9 +82,14 @@ void CheckModel(const cluster::v1::ModelSpec& model, Violations* v) {
     v->Add("model",
            absl::StrCat("takes exactly one of path, config and flavor; found ", absl::StrJoin(given, " and ")));
   }
+  if (model.keep_quantised() && !model.has_path()) {
+    v->Add("model.keep_quantised", "is true, but only the weights of a folder (model.path) can be quantised");
+  }
   if (model.has_path() && model.path().empty()) v->Add("model.path", "is an empty path");
   if (model.has_config() && model.config().empty()) v->Add("model.config", "is an empty path");
-  if (model.has_flavor() && model.flavor().empty()) v->Add("model.flavor", "is an empty name");
+  if (model.has_flavor()) {
+    if (const auto flavor = FindFlavor(model.flavor()); !flavor.ok()) v->Add("model.flavor", std::string(flavor.status().message()));
+  }
 }
 
 void CheckData(const cluster::v1::DataSpec& data, Violations* v) {

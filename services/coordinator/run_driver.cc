@@ -23,6 +23,7 @@
 #include "moonpipe/metrics/role_metrics.h"
 #include "moonpipe/pipeline/stage_split.h"
 #include "moonpipe/spec/flops.h"
+#include "moonpipe/spec/flavors.h"
 #include "moonpipe/spec/model_config.h"
 #include "moonpipe/spec/tensor_list.h"
 #include "moonpipe/train/lr_schedule.h"
@@ -198,8 +199,7 @@ absl::Status RunSession::ReadModel() {
   std::filesystem::create_directories(folder_, error);
   if (error) return absl::InternalError(absl::StrCat("cannot create run folder ", folder_, ": ", error.message()));
   MOONPIPE_RETURN_IF_ERROR(WriteFileAtomically(folder_ + "/run.yaml", WriteYaml(spec_)));
-  const std::string path = spec_.model().has_path() ? spec_.model().path() + "/config.json" : spec_.model().config();
-  MOONPIPE_ASSIGN_OR_RETURN(config_, ReadModelConfig(path));
+  MOONPIPE_ASSIGN_OR_RETURN(config_, ReadModelOf(spec_.model()));
   tensors_ = ListTensors(config_);
   // A group that matches nothing is refused here, before any worker starts.
   MOONPIPE_ASSIGN_OR_RETURN(rules_, AssignUpdateRules(spec_.optimizer(), tensors_, tensors_));

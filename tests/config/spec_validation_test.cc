@@ -77,6 +77,29 @@ TEST(SpecValidation, TheModelIsExactlyOne) {
   EXPECT_THAT(WrongFields([](auto& s) { s.mutable_model()->set_config(""); }), ElementsAre("model.config"));
 }
 
+TEST(SpecValidation, OnlyTheWeightsOfAFolderCanBeKeptQuantised) {
+  EXPECT_THAT(WrongFields([](auto& s) { s.mutable_model()->set_keep_quantised(true); }), ElementsAre("model.keep_quantised"));
+  EXPECT_THAT(WrongFields([](auto& s) {
+                s.mutable_model()->clear_config();
+                s.mutable_model()->set_path("folder");
+                s.mutable_model()->set_keep_quantised(true);
+              }),
+              IsEmpty());
+}
+
+TEST(SpecValidation, AFlavorIsKnown) {
+  const auto only_flavor = [](auto& s) {
+    s.mutable_model()->clear_config();
+    s.mutable_model()->set_flavor("Kimi_VL_A3B");
+  };
+  EXPECT_THAT(WrongFields(only_flavor), IsEmpty());
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                only_flavor(s);
+                s.mutable_model()->set_flavor("kimi-vl-a4b");
+              }),
+              ElementsAre("model.flavor"));
+}
+
 TEST(SpecValidation, NamesAreKnown) {
   EXPECT_THAT(WrongFields([](auto& s) {
                 s.mutable_data()->set_chat_template("kimi");
