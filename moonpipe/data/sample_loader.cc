@@ -44,10 +44,10 @@ uint64_t BytesOf(const PreparedSample& sample) {
 
 }  // namespace
 
-std::vector<int32_t> ShiftedLabels(const TokenSequence& sequence) {
-  std::vector<int32_t> labels(sequence.ids.size(), -100);
-  for (size_t i = 0; i + 1 < labels.size(); ++i) {
-    if (sequence.trained[i + 1]) labels[i] = sequence.ids[i + 1];
+std::vector<int32_t> LabelsOf(const TokenSequence& sequence, int64_t ignore_index) {
+  std::vector<int32_t> labels(sequence.ids.size(), static_cast<int32_t>(ignore_index));
+  for (size_t i = 0; i < labels.size(); ++i) {
+    if (sequence.trained[i]) labels[i] = sequence.ids[i];
   }
   return labels;
 }
@@ -97,7 +97,7 @@ absl::StatusOr<PreparedSample> SampleLoader::Make(uint64_t index) const {
     return SkipError(kTooLong, absl::StrCat(sequence.ids.size(), " tokens; a microbatch holds ", options_.microbatch_tokens));
   }
   PreparedSample sample;
-  sample.labels = ShiftedLabels(sequence);
+  sample.labels = LabelsOf(sequence, options_.ignore_index);
   sample.token_ids = std::move(sequence.ids);
   sample.pictures = std::move(read.second);
   std::string digests;

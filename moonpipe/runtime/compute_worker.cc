@@ -26,6 +26,7 @@
 #include "moonpipe/model/hf_weights.h"
 #include "moonpipe/pipeline/decoder_stage.h"
 #include "moonpipe/pipeline/stage_executor.h"
+#include "moonpipe/pipeline/step_observation.h"
 #include "moonpipe/pipeline/vision_stage.h"
 #include "moonpipe/runtime/channel.h"
 #include "moonpipe/runtime/microbatch_client.h"
@@ -264,13 +265,16 @@ absl::StatusOr<StepReport> PlanExecution::Run(const RunStep& step) {
   ClientProvider provider(data_.get(), metrics_->dataloader_wait);
   context.provider = &provider;
   context.deadline = absl::Now() + absl::Seconds(plan_.spec().runtime().step_timeout_seconds());
+  StepObservation observation;
+  if (!step.observe_folder().empty()) context.observation = &observation;
   std::vector<MicrobatchClient::Wanted> wanted;
   for (const auto& microbatch : step.manifest().microbatches()) {
     if (vision_ != nullptr && microbatch.feature_rows() > 0) {
       for (const auto view : vision_->views()) wanted.push_back({microbatch.index(), view});
     }
     if (decoder_ == nullptr) continue;
-    for (const auto view : decoder_->views()) {
+    for (data::v1::MicrobatchView view : decoder_->views()) {
+      if (view == data::v1::MICROBATCH_VIEW_TOKENS && microbatch.has_embeddings()) view = data::v1::MICROBATCH_VIEW_EMBEDDINGS;
       if (!step.decode() || view != data::v1::MICROBATCH_VIEW_LABELS) wanted.push_back({microbatch.index(), view});
     }
   }
@@ -288,6 +292,10 @@ absl::StatusOr<StepReport> PlanExecution::Run(const RunStep& step) {
       AddGradientNorms(*store_, optimizer_->rules(), report);
       return absl::OkStatus();
     }));
+  }
+  if (context.observation != nullptr) {
+    MOONPIPE_RETURN_IF_ERROR(observation.Write(absl::StrCat(step.observe_folder(), "/worker-", plan_.worker(), ".safetensors"), *store_,
+                                               [this](const TensorSpec& spec) { return IsEmbeddingCopy(spec); }));
   }
   ObserveStep(step, report);
   return report;

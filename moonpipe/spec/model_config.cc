@@ -1,6 +1,7 @@
 #include "moonpipe/spec/model_config.h"
 
 #include <algorithm>
+#include <limits>
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
@@ -400,7 +401,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
     return problems.ToStatus();
   }
 
-  top.Only("ignore_index", -100, "labels of -100 are the untrained ones");
+  config.ignore_index = top.IntegerOr("ignore_index", std::numeric_limits<int32_t>::min(), config.ignore_index);
   RefuseDeepstack(root, "", &problems);
   if (config.architecture == Architecture::kDeepseekV3) {
     config.text = ReadText(top, &problems);

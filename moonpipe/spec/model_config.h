@@ -101,6 +101,7 @@ struct ModelConfig {
   std::optional<VisionConfig> vision;  // absent: a text-only model
   int64_t media_placeholder_token_id = -1;
   int64_t pad_token_id = -1;
+  int64_t ignore_index = -100;  // the label of tokens that are not trained
   int64_t bos_token_id = -1;
   int64_t eos_token_id = -1;
   double projector_ln_eps = 1e-5;

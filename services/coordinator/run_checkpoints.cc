@@ -71,6 +71,7 @@ absl::StatusOr<CheckpointInfo> RunSession::WriteCheckpoint(uint64_t step, absl::
   // Weights that were decoded are not what the file's quantization_config says.
   content.config_json = spec_.model().keep_quantised() ? config_.json : WithoutQuantization(config_.json);
   for (const char* name : {"tiktoken.model", "tokenizer_config.json"}) {
+    if (spec_.data().tokenizer().empty()) break;  // trained on recorded batches
     content.tokenizer_files.push_back(absl::StrCat(spec_.data().tokenizer(), "/", name));
   }
   content.manifest.cursor = cursor_;

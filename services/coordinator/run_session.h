@@ -75,6 +75,9 @@ class RunSession {
   absl::Status RunOnWorkers(uint64_t step, const data::v1::StepManifest& manifest, bool decode, bool zero_features);
   // Model FLOPs of the step by worker: the tower's to its owner, the decoder's by what the layers of a stage cost.
   std::map<uint32_t, double> ShareFlops(const data::v1::StepManifest& manifest) const;
+  // The first step on a recorded batch leaves what it computed in RUN/observed; where RUN/pinned-routing.safetensors is, it follows
+  // the choices of the router in there.
+  void ObserveRecorded(worker::v1::RunStep& run) const;
   absl::Status AwaitCommitted(uint64_t step);
   void ObserveStep(const cluster::v1::StepEvent& event, const data::v1::StepManifest& manifest, double loss_max);
   // The peak rate of a part's first tensor that moves; 0 for a frozen part.

@@ -50,6 +50,7 @@ absl::Status RunSession::RunOnWorkers(uint64_t step, const data::v1::StepManifes
     ConnectResponse command;
     *command.mutable_run_step() = run;
     if (!decode) command.mutable_run_step()->set_model_flops(flops.at(worker));
+    if (!decode && step == 1 && spec_.data().has_batches()) ObserveRecorded(*command.mutable_run_step());
     pool_->Send(worker, std::move(command));
   }
   if (!decode) MOONPIPE_RETURN_IF_ERROR(FaultPoint("after_run_step", step));
@@ -70,6 +71,12 @@ std::map<uint32_t, double> RunSession::ShareFlops(const data::v1::StepManifest& 
     shares[plan_.stages[stage]] = static_cast<double>(CountTrainingFlops(config_, plan_.parts[stage], manifest, frozen_).total());
   }
   return shares;
+}
+
+void RunSession::ObserveRecorded(worker::v1::RunStep& run) const {
+  run.set_observe_folder(folder_ + "/observed");
+  const std::string pinned = folder_ + "/pinned-routing.safetensors";
+  if (std::filesystem::exists(pinned)) run.set_pinned_routing(pinned);
 }
 
 absl::Status RunSession::AwaitCommitted(uint64_t step) {
