@@ -163,7 +163,7 @@ class PackedStepSource : public StepSource {
       digest += sample->patches_digest;
       held.push_back(std::move(sample));
     }
-    AppendMicrobatch(documents, loader_->options().merge, step);
+    AppendMicrobatch(documents, loader_->options().merge, loader_->options().ignore_index, step);
     return digest;
   }
 
