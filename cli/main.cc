@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "cli/control_client.h"
+#include "cli/parity_command.h"
 #include "cli/plan_command.h"
 #include "cli/train_command.h"
 #include "moonpipe/base/logging.h"
@@ -143,6 +144,18 @@ int Main(int argc, char** argv) {
 
   PlanArguments plan;
   AddPlanCommand(&app, &plan)->callback([&] { status = PlanCommand(plan); });
+
+  ParityArguments parity;
+  CLI::App* parity_command = app.add_subcommand("parity", "Compare with a recorded reference, through the services");
+  parity_command->add_option("fixture", parity.fixture, "Folder with config.json, model.safetensors, io.safetensors and meta.json")->required();
+  parity_command->add_option("--case", parity.cases, "Only this case; may be given again");
+  parity_command->add_option("--stages", parity.stages, "Decoder stages")->capture_default_str();
+  parity_command->add_option("--microbatches", parity.microbatches, "Parts into which the batch's rows are cut")->capture_default_str();
+  parity_command->add_option("--schedule", parity.schedule, "1f1b or gpipe")->capture_default_str();
+  parity_command->add_flag("--pin-routing", parity.pin_routing, "Send tokens to the recorded experts in the step that is compared");
+  parity_command->add_option("--set", parity.overrides, "Override a field of the run: --set vision.placement=first_stage");
+  parity_command->add_flag("--json", parity.json, "One JSON object with every case");
+  parity_command->callback([&] { status = ParityCommand(parity); });
 
   CLI::App* config_command = app.add_subcommand("config", "Look at run files");
   config_command->require_subcommand(1);

@@ -22,6 +22,8 @@ void ResolveDefaults(cluster::v1::TrainingRunSpec* spec) {
   DEFAULT_TO(data, max_patches, 4096);
   DEFAULT_TO(data, allow_outside_paths, false);
   DEFAULT_TO(data, random_shift_pixels, 0u);
+  DEFAULT_TO(data, random_rotation_degrees, 0.0);
+  DEFAULT_TO(data, random_scale, 0.0);
 
   auto* pipeline = spec->mutable_pipeline();
   DEFAULT_TO(pipeline, stages, 2);

@@ -87,7 +87,11 @@ std::vector<worker::v1::EdgePlan> AllEdges(const ClusterPlan& plan, bool tied, u
 void AddGrant(const PlanInputs& inputs, worker::v1::Plan& plan, worker::v1::Plan& dataloader) {
   worker::v1::DataGrant grant;
   if (plan.part().has_vision()) grant.add_views(data::v1::MICROBATCH_VIEW_PIXELS);
-  if (plan.part().has_embedding()) grant.add_views(data::v1::MICROBATCH_VIEW_TOKENS);
+  if (plan.part().has_embedding()) {
+    // A recorded batch may start from embeddings.
+    grant.add_views(data::v1::MICROBATCH_VIEW_TOKENS);
+    if (inputs.spec.data().has_batches()) grant.add_views(data::v1::MICROBATCH_VIEW_EMBEDDINGS);
+  }
   if (plan.part().has_head()) grant.add_views(data::v1::MICROBATCH_VIEW_LABELS);
   if (grant.views().empty()) return;
   grant.set_worker(plan.worker());

@@ -61,6 +61,11 @@ TEST(RunFile, TakesAListOrASingleValue) {
                                  "run.yaml", "/run");
   ASSERT_TRUE(spec.ok()) << spec.status();
   EXPECT_THAT(spec->data().train(), ElementsAre("/run/a.tar", "/far/b.tar"));
+  const auto recorded = ParseRunFile(absl::StrReplaceAll(kGoodRun, {{"train: train-{000000..000002}.tar", "{batches: io.safetensors, batch_case: one}"},
+                                                                    {"  tokenizer: tokenizer\n", ""}}),
+                                     "run.yaml", "/run");
+  ASSERT_TRUE(recorded.ok()) << recorded.status();
+  EXPECT_EQ(recorded->data().batches(), "/run/io.safetensors");
 }
 
 TEST(RunFile, NamesTheNearestOfAnUnknownField) {

@@ -37,6 +37,41 @@ TEST(SpecValidation, AnEmptySpecNamesEveryRequiredField) {
                                   "optimizer.learning_rate"));
 }
 
+TEST(SpecValidation, ARecordedBatchTakesThePlaceOfSamples) {
+  const auto recorded = [](TrainingRunSpec& s) {
+    s.mutable_data()->clear_train();
+    s.mutable_data()->clear_tokenizer();
+    s.mutable_pipeline()->clear_microbatch_tokens();
+    s.mutable_data()->set_batches("/recordings/io.safetensors");
+    s.mutable_data()->set_batch_case("padded");
+  };
+  EXPECT_THAT(WrongFields(recorded), IsEmpty());
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                recorded(s);
+                s.mutable_data()->add_train("a.tar");
+              }),
+              ElementsAre("data.batches"));
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                recorded(s);
+                s.mutable_data()->clear_batch_case();
+              }),
+              ElementsAre("data.batch_case"));
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                recorded(s);
+                s.mutable_data()->set_batches("");
+              }),
+              ElementsAre("data.batches"));
+  // Answers are text.
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                recorded(s);
+                auto* set = s.mutable_eval()->add_sets();
+                set->set_name("held-out");
+                set->add_files("a.tar");
+              }),
+              ElementsAre("eval.sets"));
+  EXPECT_THAT(WrongFields([](auto& s) { s.mutable_data()->set_batch_case("padded"); }), ElementsAre("data.batch_case"));
+}
+
 TEST(SpecValidation, TheModelIsExactlyOne) {
   EXPECT_THAT(WrongFields([](auto& s) { s.mutable_model()->set_flavor("kimi-vl-a3b"); }), ElementsAre("model"));
   EXPECT_THAT(WrongFields([](auto& s) { s.mutable_model()->set_config(""); }), ElementsAre("model.config"));
@@ -80,6 +115,8 @@ TEST(SpecValidation, CountsAreAtLeastOne) {
       WrongFields([](auto& s) {
         s.mutable_data()->set_packing_window(0);
         s.mutable_data()->set_max_patches(0);
+        s.mutable_data()->set_random_rotation_degrees(-1);
+        s.mutable_data()->set_random_scale(-0.5);
         s.mutable_pipeline()->set_stages(0);
         s.mutable_pipeline()->set_microbatches(0);
         s.mutable_pipeline()->set_microbatch_tokens(1);
@@ -90,7 +127,7 @@ TEST(SpecValidation, CountsAreAtLeastOne) {
         s.mutable_runtime()->set_compute_threads(0);
         s.mutable_runtime()->set_max_edge_message_bytes(0);
       }),
-      UnorderedElementsAre("data.packing_window", "data.max_patches", "pipeline.stages", "pipeline.microbatches",
+      UnorderedElementsAre("data.packing_window", "data.max_patches", "data.random_rotation_degrees", "data.random_scale", "pipeline.stages", "pipeline.microbatches",
                            "pipeline.microbatch_tokens", "train.steps", "train.gradient_groups", "checkpoint.keep_last",
                            "eval.max_answer_tokens", "runtime.compute_threads", "runtime.max_edge_message_bytes"));
 }
