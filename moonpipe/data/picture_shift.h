@@ -17,7 +17,8 @@ struct PictureShift {
 // Uniform over [-max_pixels, max_pixels] in both directions.
 PictureShift DrawShift(uint64_t seed, uint64_t epoch, uint64_t sample, uint64_t picture, uint32_t max_pixels);
 
-// The picture moved within its grid; what comes in from outside is 0, as padding is.
-PicturePatches ShiftPicture(const PicturePatches& picture, const PictureShift& shift, int32_t patch_size);
+// The picture moved within its grid, all frames of a clip alike; what comes in from outside is 0, as padding is. `rule` is the one that
+// cut it.
+PicturePatches ShiftPicture(const PicturePatches& picture, const PictureShift& shift, const PictureRule& rule);
 
 }  // namespace moonpipe

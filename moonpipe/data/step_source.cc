@@ -155,7 +155,7 @@ class PackedStepSource : public StepSource {
           document.pictures.push_back(&sample->pictures[i]);
           continue;
         }
-        shifted.push_back(ShiftPicture(sample->pictures[i], shift, loader_->options().patch_size));
+        shifted.push_back(ShiftPicture(sample->pictures[i], shift, loader_->options().pictures));
         document.pictures.push_back(&shifted.back());
         digest += absl::StrCat("shift ", shift.right, " ", shift.down, " ");
       }
@@ -163,7 +163,7 @@ class PackedStepSource : public StepSource {
       digest += sample->patches_digest;
       held.push_back(std::move(sample));
     }
-    AppendMicrobatch(documents, loader_->options().merge, step);
+    AppendMicrobatch(documents, loader_->options().pictures.merge, step);
     return digest;
   }
 

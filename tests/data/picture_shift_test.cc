@@ -8,6 +8,13 @@
 namespace moonpipe {
 namespace {
 
+PictureRule RuleOf(int32_t patch_size) {
+  PictureRule rule;
+  rule.patch_size = patch_size;
+  rule.merge = 1;
+  return rule;
+}
+
 // One channel value a pixel, 1 + y * width + x, the same in all channels.
 PicturePatches Numbered(uint32_t rows, uint32_t columns, int32_t patch) {
   PicturePatches picture{rows, columns, {}};
@@ -33,7 +40,7 @@ uint8_t PixelAt(const PicturePatches& picture, int32_t patch, int32_t y, int32_t
 
 TEST(PictureShift, MovesPixelsAcrossPatchesAndFillsWithZero) {
   const PicturePatches picture = Numbered(2, 4, 2);  // 4 x 8 pixels
-  const PicturePatches shifted = ShiftPicture(picture, {.right = 3, .down = -1}, 2);
+  const PicturePatches shifted = ShiftPicture(picture, {.right = 3, .down = -1}, RuleOf(2));
   for (int32_t y = 0; y < 4; ++y) {
     for (int32_t x = 0; x < 8; ++x) {
       const bool inside = y + 1 < 4 && x - 3 >= 0;
@@ -44,7 +51,7 @@ TEST(PictureShift, MovesPixelsAcrossPatchesAndFillsWithZero) {
 
 TEST(PictureShift, NoShiftChangesNothing) {
   const PicturePatches picture = Numbered(2, 2, 2);
-  EXPECT_EQ(ShiftPicture(picture, {}, 2).patches, picture.patches);
+  EXPECT_EQ(ShiftPicture(picture, {}, RuleOf(2)).patches, picture.patches);
 }
 
 TEST(PictureShift, IsDrawnFromSeedEpochSampleAndPictureAlone) {
