@@ -97,6 +97,7 @@ TEST(ResizeBicubic, GivesPillowsBytesOnPhotographs) {
       const RgbImage resized = ResizeBicubic(*image, entry["to"][0], entry["to"][1]);
       EXPECT_EQ(Sha256Hex(absl::string_view(reinterpret_cast<const char*>(resized.pixels.data()), resized.pixels.size())), entry["sha256"])
           << photo["name"] << " to " << entry["to"];
+      EXPECT_EQ(ResizeBicubic(*image, entry["to"][0], entry["to"][1], /*plain=*/true).pixels, resized.pixels);
     }
   }
 }
@@ -194,7 +195,7 @@ TEST(ProcessPicture, LaysTransparentPicturesOverTheBackgroundThatTheRuleNames) {
   using Pattern = PictureBackground::Pattern;
   rule.background = PictureBackground{.pattern = Pattern::kWhite};
   EXPECT_EQ(first_pixel(clear), (std::array<int, 3>{255, 255, 255}));
-  EXPECT_EQ(first_pixel(half), (std::array<int, 3>{255, 126, 152})) << "numpy: 126.99999 and 152.59999, cut"
+  EXPECT_EQ(first_pixel(half), (std::array<int, 3>{255, 126, 152})) << "numpy: 126.99999 and 152.59999, cut";
   rule.background->pattern = Pattern::kBlack;
   EXPECT_EQ(first_pixel(half), (std::array<int, 3>{128, 0, 25}));
   rule.background->pattern = Pattern::kGrey;
