@@ -5,6 +5,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "cli/control_client.h"
+#include "cli/parity_command.h"
+#include "cli/plan_command.h"
 #include "cli/train_command.h"
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
@@ -90,6 +92,28 @@ absl::Status Save(ControlClient& client, const std::string& id, double timeout_s
   return absl::OkStatus();
 }
 
+CLI::App* AddPlanCommand(CLI::App* app, PlanArguments* plan) {
+  CLI::App* command = app->add_subcommand("plan", "Parameters, layers, memory and FLOPs of a model or a run file, before anything starts");
+  command->add_option("run-file", plan->run_file, "The run file (YAML); or --model");
+  command->add_option("--model", plan->model, "A flavour (kimi-k2.5), a model folder or a config.json");
+  command->add_option("--set", plan->overrides, "Override a field: --set vision.placement=first_stage");
+  command->add_option("--stages", plan->stages, "Decoder stages");
+  command->add_option("--layers-per-stage", plan->layers_per_stage, "Decoder layers of each stage; evenly by cost without it")->delimiter(',');
+  command->add_option("--microbatches", plan->microbatches, "Microbatches of a step, over all replicas");
+  command->add_option("--microbatch-tokens", plan->microbatch_tokens, "Tokens of a microbatch");
+  command->add_option("--schedule", plan->schedule, "1f1b or gpipe");
+  command->add_option("--data", plan->parallel.data, "Copies of the model")->capture_default_str();
+  command->add_option("--expert", plan->parallel.expert, "Devices that share a copy's routed experts")->capture_default_str();
+  command->add_option("--tensor", plan->parallel.tensor, "Devices that share heads and widths")->capture_default_str();
+  command->add_option("--context", plan->parallel.context, "Devices that share the tokens of a microbatch")->capture_default_str();
+  command->add_option("--pictures", plan->pictures, "Pictures of a microbatch; 1 where the model sees and one fits");
+  command->add_option("--grid", plan->grid, "Patches of a picture: ROWSxCOLUMNS or FRAMESxROWSxCOLUMNS")->capture_default_str();
+  command->add_option("--manifest", plan->manifest, "Count this step: moonpipe.data.v1.StepManifest in JSON");
+  command->add_option("--device", plan->device, "Name of the device, for its peak: \"NVIDIA H200\"");
+  command->add_option("--format", plan->format, "text or json")->check(CLI::IsMember({"text", "json"}))->capture_default_str();
+  return command;
+}
+
 int Main(int argc, char** argv) {
   CLI::App app("moonpipe trains Kimi multimodal models as a cluster of services");
   app.require_subcommand(1);
@@ -117,6 +141,21 @@ int Main(int argc, char** argv) {
   eval_command->add_flag("--json", eval.json, "One JSON array with all answers");
   eval_command->add_flag("--answers", eval.print_answers, "Print every answer");
   eval_command->callback([&] { status = EvalCommand(eval); });
+
+  PlanArguments plan;
+  AddPlanCommand(&app, &plan)->callback([&] { status = PlanCommand(plan); });
+
+  ParityArguments parity;
+  CLI::App* parity_command = app.add_subcommand("parity", "Compare with a recorded reference, through the services");
+  parity_command->add_option("fixture", parity.fixture, "Folder with config.json, model.safetensors, io.safetensors and meta.json")->required();
+  parity_command->add_option("--case", parity.cases, "Only this case; may be given again");
+  parity_command->add_option("--stages", parity.stages, "Decoder stages")->capture_default_str();
+  parity_command->add_option("--microbatches", parity.microbatches, "Parts into which the batch's rows are cut")->capture_default_str();
+  parity_command->add_option("--schedule", parity.schedule, "1f1b or gpipe")->capture_default_str();
+  parity_command->add_flag("--pin-routing", parity.pin_routing, "Send tokens to the recorded experts in the step that is compared");
+  parity_command->add_option("--set", parity.overrides, "Override a field of the run: --set vision.placement=first_stage");
+  parity_command->add_flag("--json", parity.json, "One JSON object with every case");
+  parity_command->callback([&] { status = ParityCommand(parity); });
 
   CLI::App* config_command = app.add_subcommand("config", "Look at run files");
   config_command->require_subcommand(1);

@@ -138,6 +138,7 @@ void ResolvePaths(const std::string& folder, TrainingRunSpec* spec) {
   if (spec->model().has_config()) resolve(spec->mutable_model()->mutable_config());
   if (spec->has_data()) {
     for (std::string& file : *spec->mutable_data()->mutable_train()) resolve(&file);
+    if (spec->data().has_batches()) resolve(spec->mutable_data()->mutable_batches());
     if (spec->data().has_tokenizer()) resolve(spec->mutable_data()->mutable_tokenizer());
   }
   if (spec->has_eval()) {

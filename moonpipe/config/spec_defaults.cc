@@ -13,12 +13,16 @@ void ResolveDefaults(cluster::v1::TrainingRunSpec* spec) {
   using cluster::v1::LearningRateSchedule;
   using cluster::v1::VisionSpec;
 
+  DEFAULT_TO(spec->mutable_model(), keep_quantised, false);
+
   auto* data = spec->mutable_data();
   DEFAULT_TO(data, chat_template, "kimi-vl");
   DEFAULT_TO(data, packing_window, 256);
   DEFAULT_TO(data, too_long, "drop");
   DEFAULT_TO(data, allow_outside_paths, false);
   DEFAULT_TO(data, random_shift_pixels, 0u);
+  DEFAULT_TO(data, random_rotation_degrees, 0.0);
+  DEFAULT_TO(data, random_scale, 0.0);
 
   auto* pipeline = spec->mutable_pipeline();
   DEFAULT_TO(pipeline, stages, 2);

@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "moonpipe/base/nearest_name.h"
 #include "moonpipe/config/run_file.h"
+#include "moonpipe/spec/flavors.h"
 
 namespace moonpipe {
 namespace {
@@ -81,25 +82,42 @@ void CheckModel(const cluster::v1::ModelSpec& model, Violations* v) {
     v->Add("model",
            absl::StrCat("takes exactly one of path, config and flavor; found ", absl::StrJoin(given, " and ")));
   }
+  if (model.keep_quantised() && !model.has_path()) {
+    v->Add("model.keep_quantised", "is true, but only the weights of a folder (model.path) can be quantised");
+  }
   if (model.has_path() && model.path().empty()) v->Add("model.path", "is an empty path");
   if (model.has_config() && model.config().empty()) v->Add("model.config", "is an empty path");
-  if (model.has_flavor() && model.flavor().empty()) v->Add("model.flavor", "is an empty name");
+  if (model.has_flavor()) {
+    if (const auto flavor = FindFlavor(model.flavor()); !flavor.ok()) v->Add("model.flavor", std::string(flavor.status().message()));
+  }
 }
 
 void CheckData(const cluster::v1::DataSpec& data, Violations* v) {
-  CheckFiles(data.train(), "data.train", v);
-  v->Require(!data.tokenizer().empty(), "data.tokenizer", "the folder with tiktoken.model and tokenizer_config.json");
+  if (data.has_batches()) {
+    if (data.batches().empty()) v->Add("data.batches", "is an empty path");
+    if (!data.train().empty()) {
+      v->Add("data.batches", absl::StrCat("names a recorded batch to train on, and data.train ", data.train_size(), " files; remove one or the other"));
+    }
+    v->Require(!data.batch_case().empty(), "data.batch_case", "the case in data.batches that every step trains on");
+  } else {
+    CheckFiles(data.train(), "data.train", v);
+    v->Require(!data.tokenizer().empty(), "data.tokenizer", "the folder with tiktoken.model and tokenizer_config.json");
+    if (data.has_batch_case()) v->Add("data.batch_case", "names a case of data.batches, which is not given");
+  }
   v->OneOf("data.chat_template", data.chat_template(), {"kimi-vl", "moonlight"});
   v->AtLeastOne("data.packing_window", data.packing_window());
   v->OneOf("data.too_long", data.too_long(), {"drop"});
   if (data.has_max_patches()) v->AtLeastOne("data.max_patches", data.max_patches());
+  v->NotNegative("data.random_rotation_degrees", data.random_rotation_degrees());
+  v->NotNegative("data.random_scale", data.random_scale());
 }
 
-void CheckPipeline(const cluster::v1::PipelineSpec& pipeline, Violations* v) {
+void CheckPipeline(const cluster::v1::PipelineSpec& pipeline, bool packs, Violations* v) {
   v->Range("pipeline.stages", pipeline.stages(), 1, kMostStages);
   v->OneOf("pipeline.schedule", pipeline.schedule(), {"1f1b", "gpipe"});
   v->Range("pipeline.microbatches", pipeline.microbatches(), 1, kMostMicrobatches);
-  v->Require(pipeline.has_microbatch_tokens(), "pipeline.microbatch_tokens", "the most tokens of one microbatch");
+  // Rows of a recorded batch are taken as they are.
+  v->Require(pipeline.has_microbatch_tokens() || !packs, "pipeline.microbatch_tokens", "the most tokens of one microbatch");
   // A label is the next token: one token alone trains nothing.
   if (pipeline.has_microbatch_tokens() && pipeline.microbatch_tokens() < 2) {
     v->Add("pipeline.microbatch_tokens", absl::StrCat("must be at least 2, found ", pipeline.microbatch_tokens()));
@@ -144,7 +162,7 @@ void CheckSchedule(const LearningRateSchedule& schedule, uint64_t steps, Violati
 
 void CheckOptimizer(const cluster::v1::OptimizerSpec& optimizer, uint64_t steps, Violations* v) {
   v->Require(optimizer.has_learning_rate(), "optimizer.learning_rate", "the peak learning rate");
-  if (optimizer.has_learning_rate()) v->Positive("optimizer.learning_rate", optimizer.learning_rate());
+  if (optimizer.has_learning_rate()) v->NotNegative("optimizer.learning_rate", optimizer.learning_rate());
   const auto moment = [&](const std::string& field, double beta) {
     if (!(beta >= 0 && beta < 1)) v->Add(field, absl::StrCat("must be at least 0 and below 1, found ", beta));
   };
@@ -208,7 +226,7 @@ std::vector<FieldViolation> ValidateSpec(const TrainingRunSpec& spec) {
   Violations v;
   CheckModel(full.model(), &v);
   CheckData(full.data(), &v);
-  CheckPipeline(full.pipeline(), &v);
+  CheckPipeline(full.pipeline(), /*packs=*/!full.data().has_batches(), &v);
   if (!VisionSpec::Placement_IsValid(full.vision().placement())) {
     v.Add("vision.placement", absl::StrCat("is the unknown number ", static_cast<int>(full.vision().placement())));
   }
@@ -218,6 +236,9 @@ std::vector<FieldViolation> ValidateSpec(const TrainingRunSpec& spec) {
   v.Require(!full.checkpoint().resume().empty(), "checkpoint.resume",
             "auto, never, a step or the path of a checkpoint");
   CheckEval(full.eval(), &v);
+  if (!full.eval().sets().empty() && full.data().tokenizer().empty() && full.data().has_batches()) {
+    v.Add("eval.sets", "needs data.tokenizer: a recorded batch has no text");
+  }
   CheckRuntime(full.runtime(), &v);
   return v.Release();
 }

@@ -78,13 +78,13 @@ class LoadedDecodeSource : public DecodeSource {
       std::vector<Document> documents;
       for (size_t d = 0; d < pack.size(); ++d) {
         const size_t sample = open[pack[d]];
-        labels[d].assign(lengths[pack[d]], -100);
+        labels[d].assign(lengths[pack[d]], static_cast<int32_t>(loader_->options().ignore_index));
         Document document{sample, &texts[pack[d]], &labels[d], {}};
         for (const PicturePatches& picture : samples_[sample].pictures) document.pictures.push_back(&picture);
         if (swap_pictures && document.pictures.size() == 2) std::swap(document.pictures[0], document.pictures[1]);
         documents.push_back(std::move(document));
       }
-      AppendMicrobatch(documents, loader_->options().pictures.merge, step);
+      AppendMicrobatch(documents, loader_->options().pictures.merge, loader_->options().ignore_index, step);
       const std::vector<uint8_t>& patches = step.microbatches.back().patches;
       patches_digests.push_back(Sha256Hex(absl::string_view(reinterpret_cast<const char*>(patches.data()), patches.size())));
     }

@@ -1,10 +1,10 @@
 #include "moonpipe/data/microbatch.h"
 
-#include <algorithm>
 #include <string>
 
 #include "absl/strings/escaping.h"
 #include "moonpipe/base/file.h"
+#include "moonpipe/data/batch_layout.h"
 
 namespace moonpipe {
 namespace {
@@ -22,7 +22,7 @@ void AppendNumbers(const std::vector<int32_t>& values, std::string& bytes) {
 
 }  // namespace
 
-void AppendMicrobatch(const std::vector<Document>& documents, int32_t merge, Step& step) {
+void AppendMicrobatch(const std::vector<Document>& documents, int32_t merge, int64_t ignore_index, Step& step) {
   data::v1::MicrobatchManifest& manifest = *step.manifest.add_microbatches();
   Microbatch& microbatch = step.microbatches.emplace_back();
   manifest.set_index(static_cast<uint32_t>(step.microbatches.size() - 1));
@@ -43,8 +43,8 @@ void AppendMicrobatch(const std::vector<Document>& documents, int32_t merge, Ste
   }
   manifest.set_feature_rows(feature_rows);
   manifest.set_tokens(static_cast<uint32_t>(microbatch.token_ids.size()));
-  manifest.set_trained_labels(
-      static_cast<uint32_t>(std::count_if(microbatch.labels.begin(), microbatch.labels.end(), [](int32_t label) { return label != -100; })));
+  const std::vector<uint32_t> lengths(manifest.document_lengths().begin(), manifest.document_lengths().end());
+  manifest.set_trained_labels(CountTrainedLabels(microbatch.labels, lengths, ignore_index));
 }
 
 std::string StepDigest(const Step& step, const std::vector<std::string>& patches_digests) {

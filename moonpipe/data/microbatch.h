@@ -17,8 +17,8 @@ struct Document {
   std::vector<const PicturePatches*> pictures;   // in the order of their positions
 };
 
-// Appends a microbatch and its manifest to `step`.
-void AppendMicrobatch(const std::vector<Document>& documents, int32_t merge, Step& step);
+// Appends a microbatch and its manifest to `step`. `ignore_index` marks labels that are not trained.
+void AppendMicrobatch(const std::vector<Document>& documents, int32_t merge, int64_t ignore_index, Step& step);
 
 // SHA-256 (32 bytes) over what decides the result of a step: of each microbatch its samples, document lengths, token ids, labels,
 // grids and the digest of its patches, little-endian and with counts, so that no two steps have the same bytes.

@@ -26,8 +26,8 @@ absl::Status CheckAgainstModel(const Tokenizer& tokenizer, const ChatTemplate& c
                                                    ", but the model's vocab_size is ", options.vocab_size,
                                                    "; use the model's own tokenizer or a vocab_size of at least ", tokenizer.max_id() + 1));
   }
-  // A format without pictures never puts the placeholder in.
-  if (chat_template.media_pad() >= 0 && chat_template.media_pad() != options.media_placeholder_token_id) {
+  // A format or a model without pictures never puts the placeholder in.
+  if (options.media_placeholder_token_id >= 0 && chat_template.media_pad() >= 0 && chat_template.media_pad() != options.media_placeholder_token_id) {
     return absl::InvalidArgumentError(absl::StrCat("the tokenizer in ", options.tokenizer_folder, " has <|media_pad|> as id ",
                                                    chat_template.media_pad(), ", but the model's media_placeholder_token_id is ",
                                                    options.media_placeholder_token_id));
@@ -43,10 +43,10 @@ uint64_t BytesOf(const PreparedSample& sample) {
 
 }  // namespace
 
-std::vector<int32_t> ShiftedLabels(const TokenSequence& sequence) {
-  std::vector<int32_t> labels(sequence.ids.size(), -100);
-  for (size_t i = 0; i + 1 < labels.size(); ++i) {
-    if (sequence.trained[i + 1]) labels[i] = sequence.ids[i + 1];
+std::vector<int32_t> LabelsOf(const TokenSequence& sequence, int64_t ignore_index) {
+  std::vector<int32_t> labels(sequence.ids.size(), static_cast<int32_t>(ignore_index));
+  for (size_t i = 0; i < labels.size(); ++i) {
+    if (sequence.trained[i]) labels[i] = sequence.ids[i];
   }
   return labels;
 }
@@ -66,6 +66,12 @@ absl::StatusOr<std::unique_ptr<SampleLoader>> SampleLoader::Open(const StepSourc
 
 absl::StatusOr<std::pair<Record, std::vector<PicturePatches>>> SampleLoader::ReadPictures(uint64_t index) const {
   MOONPIPE_ASSIGN_OR_RETURN(RawSample raw, reader_->Read(index));
+  // Not skipped: a run that trains on half of what it was given would not be noticed.
+  if (options_.media_placeholder_token_id < 0 && !raw.pictures.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat("sample ", index, " (", reader_->Key(index), ") has ", raw.pictures.size(),
+                                                   " pictures, but the model is text-only: its config.json has no vision_config; train on "
+                                                   "samples without pictures or on a model with a tower"));
+  }
   std::vector<PicturePatches> pictures;
   for (size_t i = 0; i < raw.pictures.size(); ++i) {
     absl::StatusOr<PicturePatches> picture = ProcessPicture(raw.pictures[i], options_.pictures);
@@ -89,7 +95,7 @@ absl::StatusOr<PreparedSample> SampleLoader::Make(uint64_t index) const {
     return SkipError(kTooLong, absl::StrCat(sequence.ids.size(), " tokens; a microbatch holds ", options_.microbatch_tokens));
   }
   PreparedSample sample;
-  sample.labels = ShiftedLabels(sequence);
+  sample.labels = LabelsOf(sequence, options_.ignore_index);
   sample.token_ids = std::move(sequence.ids);
   sample.pictures = std::move(read.second);
   std::string digests;

@@ -28,13 +28,13 @@ struct Skip {
 struct PreparedSample {
   std::optional<Skip> skip;  // then nothing else is set
   std::vector<int32_t> token_ids;
-  std::vector<int32_t> labels;  // shifted, or -100
+  std::vector<int32_t> labels;  // the token where it is trained, or ignore_index
   std::vector<PicturePatches> pictures;
   std::string patches_digest;  // SHA-256 of each picture's patches, in hexadecimal, one after another
 };
 
-// Labels of a document: entry i is token i+1 where that token is trained, else -100; the last entry is -100.
-std::vector<int32_t> ShiftedLabels(const TokenSequence& sequence);
+// Labels of a document, not shifted: entry i is token i where it is trained, else `ignore_index`.
+std::vector<int32_t> LabelsOf(const TokenSequence& sequence, int64_t ignore_index);
 
 // What the training and the decoding source have in common. Not safe for use from two threads.
 class SampleLoader {

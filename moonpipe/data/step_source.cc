@@ -12,7 +12,7 @@
 #include "moonpipe/data/keyed_permutation.h"
 #include "moonpipe/data/microbatch.h"
 #include "moonpipe/data/packer.h"
-#include "moonpipe/data/picture_shift.h"
+#include "moonpipe/data/picture_warp.h"
 #include "moonpipe/data/sample_loader.h"
 #include "moonpipe/data/utf8.h"
 
@@ -139,7 +139,7 @@ class PackedStepSource : public StepSource {
   // Appends one pack as a microbatch; the digest of its patches.
   absl::StatusOr<std::string> Append(const std::vector<uint64_t>& samples, Step& step) {
     std::vector<std::shared_ptr<const PreparedSample>> held;
-    std::deque<PicturePatches> shifted;  // grows without moving what documents point to
+    std::deque<PicturePatches> warped;  // grows without moving what documents point to
     std::vector<Document> documents;
     std::string digest;
     for (const uint64_t index : samples) {
@@ -150,20 +150,20 @@ class PackedStepSource : public StepSource {
       }
       Document document{index, &sample->token_ids, &sample->labels, {}};
       for (size_t i = 0; i < sample->pictures.size(); ++i) {
-        const PictureShift shift = DrawShift(loader_->options().seed, packed_->epoch, index, i, loader_->options().random_shift_pixels);
-        if (shift == PictureShift()) {
+        const PictureWarp warp = DrawWarp(loader_->options().seed, packed_->epoch, index, i, loader_->options().random_warp);
+        if (warp == PictureWarp()) {
           document.pictures.push_back(&sample->pictures[i]);
           continue;
         }
-        shifted.push_back(ShiftPicture(sample->pictures[i], shift, loader_->options().pictures));
-        document.pictures.push_back(&shifted.back());
-        digest += absl::StrCat("shift ", shift.right, " ", shift.down, " ");
+        warped.push_back(WarpPicture(sample->pictures[i], warp, loader_->options().pictures));
+        document.pictures.push_back(&warped.back());
+        digest += warp.ToString();
       }
       documents.push_back(std::move(document));
       digest += sample->patches_digest;
       held.push_back(std::move(sample));
     }
-    AppendMicrobatch(documents, loader_->options().pictures.merge, step);
+    AppendMicrobatch(documents, loader_->options().pictures.merge, loader_->options().ignore_index, step);
     return digest;
   }
 

@@ -9,15 +9,17 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "moonpipe/data/picture_rule.h"
+#include "moonpipe/data/picture_warp.h"
 #include "moonpipe/data/v1/manifest.pb.h"
 
 namespace moonpipe {
 
 // The tensors of one microbatch, ready to be served.
 struct Microbatch {
-  std::vector<int32_t> token_ids;  // [tokens]
-  std::vector<int32_t> labels;     // [tokens], shifted: entry i is what position i predicts, or -100
-  std::vector<uint8_t> patches;    // [patches, 3, 14, 14] of all pictures in reading order
+  std::vector<int32_t> token_ids;  // [tokens]; empty where it starts from embeddings
+  std::vector<int32_t> labels;     // [tokens], not shifted: entry i is token i, or the model's ignore_index where it is not trained
+  std::vector<uint8_t> patches;    // bytes of [patches, 3, 14, 14] of all pictures in reading order, in the manifest's pixel_type
+  std::vector<float> embeddings;   // [tokens, hidden] where the manifest has_embeddings
 };
 
 struct Step {
@@ -31,13 +33,14 @@ struct StepSourceOptions {
   std::string chat_template = "kimi-vl";
   int64_t vocab_size = 0;                  // of the model: a tokenizer with larger ids is refused
   int64_t media_placeholder_token_id = 0;  // of the model: must be the tokenizer's <|media_pad|>
+  int64_t ignore_index = -100;             // of the model: the label of tokens that are not trained
   int32_t microbatches = 1;
   int32_t microbatch_tokens = 0;
   int32_t packing_window = 256;
   PictureRule pictures;  // a rule without a limit: no sample may have a picture
   uint64_t seed = 0;
   bool allow_outside_paths = false;
-  uint32_t random_shift_pixels = 0;  // training pictures only
+  WarpLimits random_warp;  // training pictures only
 };
 
 // Makes steps one after another. Deterministic: equal options and an equal cursor give equal bytes, in any process. Not safe for

@@ -97,10 +97,7 @@ absl::string_view StagePhaseName(StagePhase phase) {
 
 WorkerMetrics::WorkerMetrics(MetricsRegistry* registry, const std::string& run, const std::string& stage,
                              const std::string& role, const std::string& device)
-    : registry_(registry), labels_({{"run", run}, {"stage", stage}}), device_(device) {
-  model_flops = registry->Counter("moonpipe_train_model_flops_total",
-                                  "Model FLOPs counted from the manifest; recomputation never counts.",
-                                  With(labels_, "role", role));
+    : registry_(registry), labels_({{"run", run}, {"stage", stage}}), role_(role), device_(device) {
   device_peak = registry->Gauge("moonpipe_train_device_peak_flops_per_second",
                                 "Peak of the device that a stage runs on.", With(labels_, "role", role));
   const MetricLabels run_label = {{"run", run}};
@@ -137,6 +134,11 @@ void WorkerMetrics::SetMemory(MemoryKind kind, double bytes) {
 CounterHandle WorkerMetrics::comm_errors(const std::string& reason) const {
   return registry_->Counter("moonpipe_comm_errors_total", "Errors of edges and groups, by reason.",
                             With(labels_, "reason", reason));
+}
+
+CounterHandle WorkerMetrics::model_flops(const std::string& part) const {
+  return registry_->Counter("moonpipe_train_model_flops_total", "Model FLOPs counted from the manifest; recomputation never counts.",
+                            With(With(labels_, "role", role_), "part", part));
 }
 
 CounterHandle WorkerMetrics::vision_feature_bytes(const std::string& transport) const {

@@ -61,7 +61,6 @@ struct WorkerMetrics {
   WorkerMetrics(MetricsRegistry* registry, const std::string& run, const std::string& stage, const std::string& role,
                 const std::string& device);
 
-  CounterHandle model_flops;
   GaugeHandle device_peak;           // FLOP/s; leave it alone where the peak is not known.
   HistogramHandle dataloader_wait;   // From asking for a view of a microbatch to having it.
   HistogramHandle vision_queue;      // The first stage's wait for the features of a microbatch.
@@ -79,12 +78,16 @@ struct WorkerMetrics {
   void SetMemory(MemoryKind kind, double bytes);
   // `reason` is a status code's name in lower case: unavailable, deadline_exceeded, data_loss, aborted.
   CounterHandle comm_errors(const std::string& reason) const;
+  // Model FLOPs of one part of the model, two series in all: `part` is decoder, or vision for tower and projector. A worker that
+  // owns neither's work has no series of it.
+  CounterHandle model_flops(const std::string& part) const;
   // Payload of the features' edge.
   CounterHandle vision_feature_bytes(const std::string& transport) const;
 
  private:
   MetricsRegistry* registry_;
   MetricLabels labels_;  // run, stage
+  std::string role_;
   std::string device_;
   std::array<CounterHandle, kStagePhases> phases_;
 };

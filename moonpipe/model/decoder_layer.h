@@ -25,6 +25,7 @@ class DecoderLayer {
   int64_t layer() const { return layer_; }
   bool has_experts() const { return experts_.has_value(); }
   const MixtureOfExperts& experts() const { return *experts_; }
+  MixtureOfExperts& experts() { return *experts_; }
 
  private:
   int64_t layer_;

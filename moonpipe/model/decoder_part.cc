@@ -7,10 +7,29 @@
 #include "moonpipe/model/media_scatter.h"
 #include "moonpipe/model/norms.h"
 #include "moonpipe/model/router.h"
+#include "moonpipe/model/test_faults.h"
 
 namespace moonpipe {
 
 using torch::Tensor;
+
+namespace {
+
+// Undefined: all.
+Tensor RowsToKeep(const DecoderInput& input) {
+  if (input.logit_rows.defined()) return input.logit_rows;
+  TORCH_CHECK(input.logits_to_keep >= 0, "logits_to_keep is ", input.logits_to_keep, ", it must be 0 for all rows or a number of rows");
+  if (input.logits_to_keep == 0) return {};
+  std::vector<int64_t> rows;
+  int64_t end = 0;
+  for (const int64_t length : input.document_lengths) {
+    end += length;
+    for (int64_t row = end - std::min(length, input.logits_to_keep); row < end; ++row) rows.push_back(row);
+  }
+  return torch::tensor(rows, torch::kLong);
+}
+
+}  // namespace
 
 DecoderPart::DecoderPart(const ParameterStore& store)
     : config_(store.config().text),
@@ -50,11 +69,16 @@ RotaryTable DecoderPart::Rotary(const std::vector<int64_t>& document_lengths) {
 }
 
 DecoderOutput DecoderPart::Forward(const DecoderInput& input) {
-  const SpanLayout layout(input.document_lengths, device_);
-  TORCH_CHECK(layout.num_rows() == input.tokens_or_hidden.size(0) && layout.num_rows() > 0, "documents of ", layout.num_rows(),
-              " tokens in all, but the input has ", input.tokens_or_hidden.size(0), " rows");
+  std::vector<int64_t> spans = input.document_lengths;
+  if (HasTestFault(TestFault::kNoDocumentMask)) spans = {std::accumulate(spans.begin(), spans.end(), int64_t{0})};
+  const SpanLayout layout(std::move(spans), device_);
+  const bool from_embeddings = input.embeddings_TH.defined();
+  TORCH_CHECK(!from_embeddings || (embedding_.defined() && !input.tokens_or_hidden.defined() && !input.features_MH.defined()),
+              "input embeddings go to the part with the embedding, and neither tokens nor features with them");
+  const int64_t rows = from_embeddings ? input.embeddings_TH.size(0) : input.tokens_or_hidden.size(0);
+  TORCH_CHECK(layout.num_rows() == rows && rows > 0, "documents of ", layout.num_rows(), " tokens in all, but the input has ", rows, " rows");
   const RotaryTable rotary = Rotary(input.document_lengths);
-  Tensor hidden_TH = embedding_.defined() ? Embed(input) : input.tokens_or_hidden;
+  Tensor hidden_TH = from_embeddings ? input.embeddings_TH : embedding_.defined() ? Embed(input) : input.tokens_or_hidden;
   TORCH_CHECK(hidden_TH.dim() == 2 && hidden_TH.size(1) == config_.hidden_size, "hidden states must be [T, ", config_.hidden_size,
               "], got ", hidden_TH.sizes());
   if (observer_ && embedding_.defined()) observer_("inputs_embeds", hidden_TH);
@@ -67,7 +91,9 @@ DecoderOutput DecoderPart::Forward(const DecoderInput& input) {
   }
   if (head_.defined()) {
     const Tensor normed_TH = RmsNorm(hidden_TH, final_norm_, config_.rms_norm_eps);
-    hidden_TH = Linear(normed_TH, head_);
+    const Tensor rows_K = RowsToKeep(input);
+    hidden_TH = Linear(rows_K.defined() ? normed_TH.index_select(0, rows_K.to(device_)) : normed_TH, head_);
+    if (input.last_hidden) output.last_hidden_TH = normed_TH;
     if (observer_) {
       observer_("norm", normed_TH);
       observer_("logits", hidden_TH);
@@ -75,6 +101,12 @@ DecoderOutput DecoderPart::Forward(const DecoderInput& input) {
   }
   output.hidden_or_logits = hidden_TH;
   return output;
+}
+
+void DecoderPart::PinRouting(int64_t layer, const Tensor& indices_TK) {
+  const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const DecoderLayer& known) { return known.layer() == layer; });
+  TORCH_CHECK(found != layers_.end() && found->has_experts(), "layer ", layer, " is not a layer with experts of this part");
+  found->experts().Pin(indices_TK);
 }
 
 void DecoderPart::UpdateCorrection(int64_t layer, const Tensor& counts_E, double rate) {

@@ -24,6 +24,14 @@ struct DecoderInput {
   torch::Tensor tokens_or_hidden;        // int64 [T] for the part with the embedding, else [T, H]
   std::vector<int64_t> document_lengths;  // sum T, each above 0
   torch::Tensor features_MH;             // part with the embedding only; undefined without pictures
+  // Part with the embedding only: input embeddings [T, H], features merged already, in place of token ids. Where defined, tokens_or_hidden
+  // and features_MH must not be.
+  torch::Tensor embeddings_TH = {};
+  // Which rows the head multiplies: those of logit_rows (int64 [K], any order) where defined, else the last `logits_to_keep` rows of each
+  // document, and with 0 all.
+  int64_t logits_to_keep = 0;
+  torch::Tensor logit_rows = {};
+  bool last_hidden = false;  // the part with the head also gives what its head multiplies, for all rows
 };
 
 // Tokens that each expert of a layer got, in this forward.
@@ -33,7 +41,8 @@ struct ExpertLoad {
 };
 
 struct DecoderOutput {
-  torch::Tensor hidden_or_logits;  // logits of the part with the head, in the weights' dtype
+  torch::Tensor hidden_or_logits;  // logits of the part with the head, one row each row that was kept, in the weights' dtype
+  torch::Tensor last_hidden_TH;    // normed; where asked for
   std::vector<ExpertLoad> loads;   // one per layer with experts, ascending
 };
 
@@ -48,6 +57,10 @@ class DecoderPart {
 
   // b += rate * sign(mean(c) - c) for a layer of this part; counts summed over the whole step.
   void UpdateCorrection(int64_t layer, const torch::Tensor& counts_E, double rate);
+
+  // The next forwards send each token to these experts of a layer, int64 [T, K] ascending in each row, instead of those that its router
+  // would choose; an undefined tensor ends that. The weights stay the router's.
+  void PinRouting(int64_t layer, const torch::Tensor& indices_TK);
 
   void set_observer(TensorObserver observer) { observer_ = std::move(observer); }
 

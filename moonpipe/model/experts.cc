@@ -55,7 +55,7 @@ MixtureOfExperts::MixtureOfExperts(const ParameterStore& store, const std::strin
 
 Tensor MixtureOfExperts::Forward(const Tensor& x_TH, Tensor* counts_E, const TensorObserver& observer) const {
   const Tensor logits_TE = Linear(x_TH.to(torch::kFloat), router_.to(torch::kFloat));
-  const Routing routing = Route(config_, logits_TE, correction_);
+  const Routing routing = Route(config_, logits_TE, correction_, pinned_TK_);
   const ExpertPlan plan = PlanExperts(routing.indices_TK, config_.n_routed_experts);
   if (counts_E != nullptr) {
     const Tensor offsets = torch::tensor(plan.offsets, torch::kLong);

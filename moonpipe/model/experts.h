@@ -45,6 +45,9 @@ class MixtureOfExperts {
   // Routed experts plus the shared one, [T, H]. `counts_E` becomes the tokens of each expert, int64 [E] on the host.
   torch::Tensor Forward(const torch::Tensor& x_TH, torch::Tensor* counts_E, const TensorObserver& observer) const;
 
+  // See DecoderPart::PinRouting.
+  void Pin(const torch::Tensor& indices_TK) { pinned_TK_ = indices_TK; }
+
   const torch::Tensor& correction() const { return correction_; }
 
  private:
@@ -55,6 +58,7 @@ class MixtureOfExperts {
   torch::Tensor gate_;
   torch::Tensor up_;
   torch::Tensor down_;
+  torch::Tensor pinned_TK_;  // undefined: the router chooses
   std::vector<FeedForward> shared_;  // one or none
 };
 

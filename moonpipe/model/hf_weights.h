@@ -1,5 +1,8 @@
-// Weights between a Hugging Face model folder and a part of the model. Published names and shapes; the folder's dtype and its spelling
-// of the projector's names are remembered, so that a save can write what was read.
+// Weights between a Hugging Face model folder and a part of the model, in the folder's own spelling, dtypes and encoding
+// (spec/weight_layout.h): a load normalises, and a save writes what was read back the same way, byte for byte where nothing changed.
+//
+//   MOONPIPE_ASSIGN_OR_RETURN(WeightForm form, LoadModelFolder(folder, store));     // or FreshForm(store)
+//   MOONPIPE_ASSIGN_OR_RETURN(WrittenWeights written, WriteWeights(path, store, form));
 #pragma once
 
 #include <torch/torch.h>
@@ -14,25 +17,57 @@
 #include "absl/strings/string_view.h"
 #include "moonpipe/model/parameter_store.h"
 #include "moonpipe/spec/safetensors.h"
+#include "moonpipe/spec/weight_layout.h"
 
 namespace moonpipe {
 
-// How a folder stores one tensor.
-struct PublishedForm {
-  std::string name;  // as the folder spells it
-  StoredType type = StoredType::kF32;
+// What is kept of a quantised tensor besides its values: its scales as they were stored.
+struct KeptScales {
+  StoredType type = StoredType::kBF16;
+  std::vector<int64_t> shape;
+  std::string bytes;
+  StoredType shape_type = StoredType::kI32;  // INT4: of the tensor `_shape`
 };
-// By canonical name (TensorSpec::name).
-using PublishedForms = std::map<std::string, PublishedForm>;
 
-// The other spelling of a projector's tensor: multi_modal_projector.linear_1.weight <-> mm_projector.proj.0.weight. Empty for other names.
-std::string OtherProjectorSpelling(absl::string_view name);
+// How a part's weights are written.
+struct WeightForm {
+  // The stored tensors that this part writes. With tied embeddings the embedding is the first stage's to write.
+  WeightLayout layout;
+  // By StoredWeight::name, for those that stay quantised.
+  std::map<std::string, KeptScales> scales;
+  Quantization quantization;
 
-// Reads the part's tensors (and only their bytes) from model.safetensors or from the shards of model.safetensors.index.json into the
-// store, converting F32, BF16 and F16 to the store's dtype. The names of the whole folder are checked against the whole model first:
-// INVALID_ARGUMENT lists every missing, unknown and misshaped tensor (the first twenty of each kind) with both shapes. Rotary tables
-// (`rotary_emb.inv_freq`) are skipped. On an error the store's values are not to be used.
-absl::StatusOr<PublishedForms> LoadModelFolder(const std::string& folder, ParameterStore& store);
+  // Whether a save holds the fp32 value of this canonical tensor in full. Where it does not, a checkpoint needs the value beside it.
+  bool HoldsInFull(const std::string& tensor) const { return rounded_.find(tensor) == rounded_.end(); }
+  void MarkRounded(const std::string& tensor) { rounded_.emplace(tensor, true); }
+
+ private:
+  std::map<std::string, bool> rounded_;
+};
+
+// Fresh weights: published names, F32.
+WeightForm FreshForm(const ParameterStore& store);
+
+struct LoadOptions {
+  // Quantised tensors are written quantised again, with the scales that they were loaded with; otherwise they are written as bf16.
+  bool keep_quantised = false;
+};
+
+// Reads the part's tensors, and of the files only their pages (through a memory map), into the store; INT4 and FP8 are decoded on the
+// way, a few rows at a time. The names of the whole folder are checked first, whatever the part; errors are those of ModelFolder::Open
+// and DetectLayout, and INVALID_ARGUMENT for a stored head that differs from the embedding it is tied to. On an error the store's values
+// are not to be used.
+absl::StatusOr<WeightForm> LoadModelFolder(const std::string& folder, ParameterStore& store, const LoadOptions& options = {});
+
+struct WrittenWeights {
+  uint64_t file_bytes = 0;
+  uint64_t tensor_bytes = 0;
+  std::vector<std::string> names;  // of the tensors in the file
+};
+// Writes the part's tensors as `form` says, one at a time: besides the store only the largest stored tensor is in memory. Errors are those
+// of WriteSafetensors.
+absl::StatusOr<WrittenWeights> WriteWeights(const std::string& path, const ParameterStore& store, const WeightForm& form,
+                                            const std::map<std::string, std::string>& metadata = {});
 
 // One stored tensor as a host tensor that owns its bytes. INVALID_ARGUMENT for a dtype without a torch counterpart.
 absl::StatusOr<torch::Tensor> ToTorch(const StoredTensor& stored);

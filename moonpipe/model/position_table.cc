@@ -3,13 +3,15 @@
 #include <algorithm>
 #include <cmath>
 
+#include "moonpipe/model/test_faults.h"
+
 namespace moonpipe {
 namespace {
 
 using torch::Tensor;
 
 double CubicKernel(double distance) {
-  constexpr double a = -0.75;
+  const double a = HasTestFault(TestFault::kCubicConstant) ? -0.5 : -0.75;
   const double t = std::abs(distance);
   if (t <= 1) return ((a + 2) * t - (a + 3)) * t * t + 1;
   if (t < 2) return ((a * t - 5 * a) * t + 8 * a) * t - 4 * a;

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <numbers>
 
+#include "moonpipe/model/test_faults.h"
+
 namespace moonpipe {
 namespace {
 
@@ -76,7 +78,7 @@ std::vector<float> TextFrequencies(const TextConfig& config) {
 
 double AttentionScale(const TextConfig& config) {
   const double scale = 1.0 / std::sqrt(static_cast<double>(config.qk_head_dim()));
-  if (!config.rope_scaling.has_value()) return scale;
+  if (!config.rope_scaling.has_value() || HasTestFault(TestFault::kNoMscale)) return scale;
   const double magnitude = YarnMagnitude(config.rope_scaling->factor, config.rope_scaling->mscale_all_dim);
   return scale * magnitude * magnitude;
 }
@@ -91,12 +93,13 @@ Tensor PatchAngles(int64_t rows, int64_t cols, int64_t head_dim) {
   const int64_t frequencies = head_dim / 4;
   Tensor angles = torch::empty({rows, cols, frequencies, 2});
   auto access = angles.accessor<float, 4>();
+  const int64_t by_column = HasTestFault(TestFault::kPatchPairOrder) ? 1 : 0;
   for (int64_t k = 0; k < frequencies; ++k) {
     const auto frequency = static_cast<float>(std::pow(kPatchTheta, -4.0 * static_cast<double>(k) / static_cast<double>(head_dim)));
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t col = 0; col < cols; ++col) {
-        access[row][col][k][0] = static_cast<float>(col) * frequency;
-        access[row][col][k][1] = static_cast<float>(row) * frequency;
+        access[row][col][k][by_column] = static_cast<float>(col) * frequency;
+        access[row][col][k][1 - by_column] = static_cast<float>(row) * frequency;
       }
     }
   }

@@ -18,10 +18,14 @@ Tensor KeepBestGroups(const TextConfig& config, const Tensor& choice_TE) {
 
 }  // namespace
 
-Routing Route(const TextConfig& config, const Tensor& logits_TE, const Tensor& correction_E) {
+Routing Route(const TextConfig& config, const Tensor& logits_TE, const Tensor& correction_E, const Tensor& pinned_TK) {
   const Tensor scores_TE = logits_TE.sigmoid();
   Routing routing;
-  {
+  if (pinned_TK.defined()) {
+    TORCH_CHECK(pinned_TK.dim() == 2 && pinned_TK.size(0) == logits_TE.size(0) && pinned_TK.size(1) == config.num_experts_per_tok,
+                "the pinned choices are ", pinned_TK.sizes(), ", the router chooses [", logits_TE.size(0), ", ", config.num_experts_per_tok, "]");
+    routing.indices_TK = pinned_TK;
+  } else {
     const torch::NoGradGuard no_grad;
     Tensor choice_TE = scores_TE + correction_E;
     if (config.n_group > 1) choice_TE = KeepBestGroups(config, choice_TE);

@@ -15,8 +15,8 @@ struct Routing {
 };
 
 // From logits_TE fp32. Scores are sigmoids; correction_E is added for choosing only. With groups, a group's score is the sum of its two
-// best corrected scores, and experts outside the kept groups cannot be chosen.
-Routing Route(const TextConfig& config, const torch::Tensor& logits_TE, const torch::Tensor& correction_E);
+// best corrected scores, and experts outside the kept groups cannot be chosen. `pinned_TK`, where defined, is chosen whatever the scores.
+Routing Route(const TextConfig& config, const torch::Tensor& logits_TE, const torch::Tensor& correction_E, const torch::Tensor& pinned_TK = {});
 
 // After a step: b += rate * sign(mean(c) - c), for the step's counts c int64 [E], summed over microbatches and replicas.
 void UpdateCorrection(torch::Tensor correction_E, const torch::Tensor& counts_E, double rate);

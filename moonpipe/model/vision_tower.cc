@@ -8,6 +8,7 @@
 #include "moonpipe/model/norms.h"
 #include "moonpipe/model/position_table.h"
 #include "moonpipe/model/rows.h"
+#include "moonpipe/model/test_faults.h"
 
 namespace moonpipe {
 namespace {
@@ -114,7 +115,7 @@ Tensor VisionTower::RunBlock(const Block& block, const Tensor& x_ND, const SpanL
   const Tensor attended = SpanAttention(rotated[0], rotated[1], parts[1], layout, /*causal=*/false, scale).flatten(1);
   const Tensor middle_ND = x_ND + Linear(attended, block.wo_weight, block.wo_bias);
   const Tensor inner = Linear(LayerNorm(middle_ND, block.norm1_weight, block.norm1_bias, kNormEps), block.fc0_weight, block.fc0_bias);
-  return middle_ND + Linear(at::gelu(inner, "tanh"), block.fc1_weight, block.fc1_bias);
+  return middle_ND + Linear(at::gelu(inner, HasTestFault(TestFault::kErfGelu) ? "none" : "tanh"), block.fc1_weight, block.fc1_bias);
 }
 
 // [N, D] -> [M, merged, D]: the patches of each window together, windows in raster order, frames averaged.

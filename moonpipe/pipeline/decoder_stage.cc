@@ -7,7 +7,10 @@
 #include "absl/strings/str_cat.h"
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/base/torch_status.h"
+#include "moonpipe/model/hf_weights.h"
+#include "moonpipe/model/label_shift.h"
 #include "moonpipe/model/loss.h"
+#include "moonpipe/pipeline/step_observation.h"
 
 namespace moonpipe {
 namespace {
@@ -21,6 +24,21 @@ absl::StatusOr<torch::Tensor> ToIndices(const std::string& bytes, int64_t expect
   torch::Tensor values = torch::empty({expected}, torch::kInt32);
   std::memcpy(values.mutable_data_ptr(), bytes.data(), bytes.size());
   return values.to(torch::kInt64);
+}
+
+// The rows of features_MH that no span holds.
+torch::Tensor KeptRows(const torch::Tensor& features_MH, const google::protobuf::RepeatedPtrField<data::v1::RowSpan>& masked) {
+  if (masked.empty()) return features_MH;
+  std::vector<torch::Tensor> kept;
+  int64_t begin = 0;
+  for (const data::v1::RowSpan& span : masked) {
+    TORCH_CHECK(span.begin() >= begin && span.begin() < span.end() && span.end() <= features_MH.size(0), "masked feature rows ", span.begin(), " to ",
+                span.end(), " do not follow row ", begin, " of ", features_MH.size(0));
+    if (span.begin() > begin) kept.push_back(features_MH.narrow(0, begin, span.begin() - begin));
+    begin = span.end();
+  }
+  if (begin < features_MH.size(0)) kept.push_back(features_MH.narrow(0, begin, features_MH.size(0) - begin));
+  return kept.empty() ? torch::Tensor() : torch::cat(kept);
 }
 
 }  // namespace
@@ -42,6 +60,34 @@ absl::Status DecoderStage::BeginStep(const StepContext& step) {
   losses_.clear();
   next_tokens_.clear();
   tied_added_ = false;
+  pinned_routing_.reset();
+  if (!step.run->pinned_routing().empty()) {
+    MOONPIPE_ASSIGN_OR_RETURN(pinned_routing_, SafetensorsFile::Open(step.run->pinned_routing()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DecoderStage::PinRouting(uint32_t microbatch) {
+  int64_t begin = 0, total = 0;
+  for (const auto& other : step_.run->manifest().microbatches()) {
+    if (other.index() < microbatch) begin += other.tokens();
+    total += other.tokens();
+  }
+  const int64_t tokens = step_.run->manifest().microbatches(static_cast<int>(microbatch)).tokens();
+  for (int64_t layer = store_->range().first_layer; layer < store_->range().end_layer; ++layer) {
+    if (!store_->config().text.IsMoeLayer(layer)) continue;
+    torch::Tensor rows_TK;
+    if (pinned_routing_.has_value()) {
+      MOONPIPE_ASSIGN_OR_RETURN(const StoredTensor* stored, pinned_routing_->Find(absl::StrCat("router.", layer, ".indices")));
+      MOONPIPE_ASSIGN_OR_RETURN(const torch::Tensor all_TK, ToTorch(*stored));
+      TORCH_CHECK(all_TK.dim() == 2 && all_TK.size(0) == total && all_TK.scalar_type() == torch::kLong, stored->name, " of ",
+                  pinned_routing_->path(), " is ", all_TK.sizes(), ", the step has ", total, " tokens");
+      rows_TK = all_TK.narrow(0, begin, tokens);
+      TORCH_CHECK(rows_TK.min().item<int64_t>() >= 0 && rows_TK.max().item<int64_t>() < store_->config().text.n_routed_experts, stored->name,
+                  " names an expert beyond the layer's ", store_->config().text.n_routed_experts);
+    }
+    part_.PinRouting(layer, rows_TK);
+  }
   return absl::OkStatus();
 }
 
@@ -57,18 +103,11 @@ absl::StatusOr<torch::Tensor> DecoderStage::ForwardOrThrow(uint32_t microbatch, 
   InFlight flight;
   DecoderInput input;
   input.document_lengths.assign(manifest.document_lengths().begin(), manifest.document_lengths().end());
-  if (range.has_embedding) {
-    MOONPIPE_ASSIGN_OR_RETURN(const std::string bytes,
-                              step_.provider->Take(microbatch, data::v1::MICROBATCH_VIEW_TOKENS, step_.deadline));
-    MOONPIPE_ASSIGN_OR_RETURN(input.tokens_or_hidden, ToIndices(bytes, manifest.tokens(), "tokens", microbatch));
-    if (inputs.features.defined()) {
-      flight.features = inputs.features.detach().requires_grad_(!decode);
-      input.features_MH = flight.features;
-    }
-  } else {
-    flight.hidden = inputs.hidden.detach().requires_grad_(!decode);
-    input.tokens_or_hidden = flight.hidden;
-  }
+  MOONPIPE_RETURN_IF_ERROR(ReadInputs(microbatch, inputs, flight, input));
+  MOONPIPE_RETURN_IF_ERROR(PinRouting(microbatch));
+  const TensorObserver observer = step_.observation == nullptr ? TensorObserver() : step_.observation->OfMicrobatch(microbatch);
+  part_.set_observer(observer);
+  if (decode) input.logits_to_keep = 1;
   DecoderOutput output = part_.Forward(input);
   for (const ExpertLoad& load : output.loads) {
     torch::Tensor& counts = expert_counts_[load.layer];
@@ -82,18 +121,22 @@ absl::StatusOr<torch::Tensor> DecoderStage::ForwardOrThrow(uint32_t microbatch, 
   }
   const torch::Tensor& logits_TV = output.hidden_or_logits;
   if (decode) {
-    std::vector<int64_t> last_rows;
-    int64_t row = 0;
-    for (const int64_t length : input.document_lengths) last_rows.push_back((row += length) - 1);
-    const torch::Tensor next = logits_TV.index_select(0, torch::tensor(last_rows)).argmax(-1).to(torch::kInt32).contiguous();
+    const torch::Tensor next = logits_TV.argmax(-1).to(torch::kInt32).contiguous();
     const int32_t* tokens = next.const_data_ptr<int32_t>();
     next_tokens_[microbatch].assign(tokens, tokens + next.numel());
     return torch::Tensor();
   }
   MOONPIPE_ASSIGN_OR_RETURN(const std::string bytes,
                             step_.provider->Take(microbatch, data::v1::MICROBATCH_VIEW_LABELS, step_.deadline));
-  MOONPIPE_ASSIGN_OR_RETURN(const torch::Tensor labels_T, ToIndices(bytes, manifest.tokens(), "labels", microbatch));
+  MOONPIPE_ASSIGN_OR_RETURN(const torch::Tensor own_T, ToIndices(bytes, manifest.tokens(), "labels", microbatch));
+  const torch::Tensor labels_T = ShiftLabels(own_T, input.document_lengths, store_->config().ignore_index);
+  const int64_t trained = (labels_T != kIgnoredLabel).sum().item<int64_t>();
+  if (trained != manifest.trained_labels()) {
+    return absl::InternalError(absl::StrCat("microbatch ", microbatch, " trains ", trained, " labels, the manifest announces ",
+                                            manifest.trained_labels()));
+  }
   const Loss loss = SummedCrossEntropy(logits_TV, labels_T);
+  if (observer) observer("token_nll", loss.nll_T);
   worker::v1::MicrobatchLoss& report = losses_[microbatch];
   report.set_microbatch(microbatch);
   report.set_loss_sum(loss.sum.item<float>());
@@ -102,6 +145,35 @@ absl::StatusOr<torch::Tensor> DecoderStage::ForwardOrThrow(uint32_t microbatch, 
   flight.output = loss.sum / static_cast<double>(std::max<uint64_t>(step_.run->trained_labels(), 1));
   in_flight_[microbatch] = std::move(flight);
   return torch::Tensor();
+}
+
+absl::Status DecoderStage::ReadInputs(uint32_t microbatch, const StageInputs& inputs, InFlight& flight, DecoderInput& input) {
+  const auto& manifest = step_.run->manifest().microbatches(static_cast<int>(microbatch));
+  const bool decode = step_.run->decode();
+  if (!store_->range().has_embedding) {
+    flight.hidden = inputs.hidden.detach().requires_grad_(!decode);
+    input.tokens_or_hidden = flight.hidden;
+    return absl::OkStatus();
+  }
+  if (manifest.has_embeddings()) {
+    MOONPIPE_ASSIGN_OR_RETURN(const std::string bytes,
+                              step_.provider->Take(microbatch, data::v1::MICROBATCH_VIEW_EMBEDDINGS, step_.deadline));
+    input.embeddings_TH = torch::empty({manifest.tokens(), hidden_size()});
+    if (bytes.size() != input.embeddings_TH.nbytes()) {
+      return absl::DataLossError(absl::StrCat("microbatch ", microbatch, ": ", bytes.size(), " bytes of embeddings came, ", manifest.tokens(),
+                                              " rows of ", hidden_size(), " need ", input.embeddings_TH.nbytes()));
+    }
+    std::memcpy(input.embeddings_TH.mutable_data_ptr(), bytes.data(), bytes.size());
+    return absl::OkStatus();
+  }
+  MOONPIPE_ASSIGN_OR_RETURN(const std::string bytes,
+                            step_.provider->Take(microbatch, data::v1::MICROBATCH_VIEW_TOKENS, step_.deadline));
+  MOONPIPE_ASSIGN_OR_RETURN(input.tokens_or_hidden, ToIndices(bytes, manifest.tokens(), "tokens", microbatch));
+  if (inputs.features.defined()) {
+    flight.features = inputs.features.detach().requires_grad_(!decode);
+    input.features_MH = KeptRows(flight.features, manifest.masked_features());
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<StageGradients> DecoderStage::Backward(uint32_t microbatch, const torch::Tensor& output_gradient) {
@@ -114,7 +186,10 @@ absl::StatusOr<StageGradients> DecoderStage::Backward(uint32_t microbatch, const
     if (flight.output.requires_grad()) flight.output.backward(output_gradient);
     StageGradients gradients;
     if (flight.hidden.defined()) gradients.hidden = flight.hidden.grad();
-    if (flight.features.defined()) gradients.features = flight.features.grad();
+    if (flight.features.defined()) {
+      // No token took any: the tower gets exact zeros.
+      gradients.features = flight.features.grad().defined() ? flight.features.grad() : torch::zeros_like(flight.features);
+    }
     return gradients;
   });
 }

@@ -3,11 +3,13 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "moonpipe/model/decoder_part.h"
 #include "moonpipe/model/parameter_store.h"
 #include "moonpipe/pipeline/stage.h"
+#include "moonpipe/spec/safetensors.h"
 #include "moonpipe/train/gradients.h"
 
 namespace moonpipe {
@@ -36,6 +38,10 @@ class DecoderStage : public Stage {
     torch::Tensor output;    // with its graph; the scaled loss for the part with the head
   };
   absl::StatusOr<torch::Tensor> ForwardOrThrow(uint32_t microbatch, const StageInputs& inputs);
+  // Tokens or embeddings, and of the features the rows that a token takes.
+  absl::Status ReadInputs(uint32_t microbatch, const StageInputs& inputs, InFlight& flight, DecoderInput& input);
+  // The microbatch's rows of the recorded choices, where the step has some.
+  absl::Status PinRouting(uint32_t microbatch);
 
   ParameterStore* const store_;
   GradientAccumulator* const gradients_;
@@ -45,6 +51,7 @@ class DecoderStage : public Stage {
   std::map<int64_t, torch::Tensor> expert_counts_;  // by layer
   std::map<uint32_t, worker::v1::MicrobatchLoss> losses_;
   std::map<uint32_t, std::vector<int32_t>> next_tokens_;
+  std::optional<SafetensorsFile> pinned_routing_;  // of the step
   bool tied_added_ = false;
 };
 

@@ -22,11 +22,14 @@ class MicrobatchProvider {
   virtual absl::StatusOr<std::string> Take(uint32_t microbatch, data::v1::MicrobatchView view, absl::Time deadline) = 0;
 };
 
+class StepObservation;
+
 // One step, as a stage sees it.
 struct StepContext {
   const worker::v1::RunStep* run = nullptr;
   MicrobatchProvider* provider = nullptr;
   absl::Time deadline;
+  StepObservation* observation = nullptr;  // where the step's tensors are shown, if anywhere
 };
 
 struct StageInputs {

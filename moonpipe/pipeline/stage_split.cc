@@ -90,7 +90,8 @@ absl::StatusOr<std::vector<PartRange>> SplitLayers(const SplitCosts& costs, int3
   if (stages < 1 || static_cast<size_t>(stages) > costs.layers.size()) {
     return absl::InvalidArgumentError(absl::StrCat("pipeline.stages is ", stages, ", the model has ",
                                                    costs.layers.size(),
-                                                   " decoder layers; each stage needs at least one"));
+                                                   " decoder layers; each stage needs at least one: 1 to ",
+                                                   costs.layers.size(), " stages fit"));
   }
   const size_t num_stages = static_cast<size_t>(stages);
   const StageCosts stage_costs(costs, num_stages);

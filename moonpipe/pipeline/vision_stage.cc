@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "moonpipe/base/status_macros.h"
 #include "moonpipe/base/torch_status.h"
+#include "moonpipe/pipeline/step_observation.h"
 
 namespace moonpipe {
 
@@ -32,7 +33,8 @@ absl::StatusOr<torch::Tensor> VisionStage::Forward(uint32_t microbatch, const St
   }
   MOONPIPE_ASSIGN_OR_RETURN(const std::string pixels,
                             step_.provider->Take(microbatch, data::v1::MICROBATCH_VIEW_PIXELS, step_.deadline));
-  const int64_t expected = patches * 3 * patch_size_ * patch_size_;
+  const bool normalised = manifest.pixel_type() == data::v1::PIXEL_TYPE_F32;
+  const int64_t expected = patches * 3 * patch_size_ * patch_size_ * (normalised ? static_cast<int64_t>(sizeof(float)) : 1);
   if (static_cast<int64_t>(pixels.size()) != expected) {
     return absl::DataLossError(absl::StrCat("microbatch ", microbatch, ": ", pixels.size(), " bytes of pixels came, its ",
                                             grids.size(), " pictures of ", patches, " patches need ", expected));
@@ -40,8 +42,9 @@ absl::StatusOr<torch::Tensor> VisionStage::Forward(uint32_t microbatch, const St
   had_work_ = true;
   return CatchTorch([&]() -> absl::StatusOr<torch::Tensor> {
     torch::AutoGradMode graph(!step_.run->decode());
-    torch::Tensor patches_NCPP = torch::empty({patches, 3, patch_size_, patch_size_}, torch::kUInt8);
+    torch::Tensor patches_NCPP = torch::empty({patches, 3, patch_size_, patch_size_}, normalised ? torch::kFloat : torch::kUInt8);
     std::memcpy(patches_NCPP.mutable_data_ptr(), pixels.data(), pixels.size());
+    tower_.set_observer(step_.observation == nullptr ? TensorObserver() : step_.observation->OfMicrobatch(microbatch));
     torch::Tensor features_MH = tower_.Forward(patches_NCPP, grids);
     if (features_MH.size(0) != manifest.feature_rows()) {
       return absl::InternalError(absl::StrCat("microbatch ", microbatch, ": the tower made ", features_MH.size(0),

@@ -26,9 +26,12 @@
 #include "moonpipe/model/hf_weights.h"
 #include "moonpipe/pipeline/decoder_stage.h"
 #include "moonpipe/pipeline/stage_executor.h"
+#include "moonpipe/pipeline/step_observation.h"
 #include "moonpipe/pipeline/vision_stage.h"
 #include "moonpipe/runtime/channel.h"
 #include "moonpipe/runtime/microbatch_client.h"
+#include "moonpipe/spec/flops.h"
+#include "moonpipe/train/master_weights.h"
 #include "moonpipe/train/optimizer.h"
 
 namespace moonpipe {
@@ -86,13 +89,13 @@ class PlanExecution {
  private:
   absl::Status BuildModel();
   absl::Status ConnectEdges();
-  bool IsEmbeddingCopy(const TensorSpec& spec) const;
   void ObserveStep(const RunStep& step, const StepReport& report);
 
   const ComputeWorkerOptions options_;
   const Plan plan_;
   Cancellation cancellation_;
   std::optional<ParameterStore> store_;
+  WeightForm form_;  // how checkpoints spell the weights
   std::optional<GradientAccumulator> gradients_;
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<VisionStage> vision_;
@@ -106,7 +109,9 @@ class PlanExecution {
   std::map<std::string, EdgeMetrics> edge_metrics_;
   absl::Time step_begin_;
   absl::Time last_end_ = absl::InfinitePast();
-  double pending_flops_ = 0;  // of a step that ran and is not yet committed
+  // Of a step that ran and is not yet committed.
+  double pending_vision_flops_ = 0, pending_decoder_flops_ = 0;
+  FrozenParts frozen_parts_;
 };
 
 absl::Status PlanExecution::Start() {
@@ -127,6 +132,8 @@ absl::Status PlanExecution::Start() {
   const bool is_stage = plan_.role() == common::v1::WORKER_ROLE_DECODER_STAGE;
   const std::string stage = is_stage ? absl::StrCat(plan_.part().stage()) : "vision";
   metrics_.emplace(options_.metrics, plan_.run(), stage, is_stage ? "decoder-stage" : "vision-encoder", "cpu");
+  if (is_stage) metrics_->model_flops("decoder");
+  if (store_->range().has_vision) metrics_->model_flops("vision");
   if (options_.peak_flops_per_second > 0) metrics_->device_peak.Set(options_.peak_flops_per_second);
   for (const auto& [name, edge] : edges_.senders) {
     edge_metrics_.emplace(name, EdgeMetrics(options_.metrics, plan_.run(), stage, name, "send", edge->transport()));
@@ -166,14 +173,23 @@ absl::Status PlanExecution::BuildModel() {
   const worker::v1::InitialState& initial = plan_.initial_state();
   if (initial.path().empty()) {
     DrawFreshWeights(plan_.spec().train().seed(), *store_);
+    form_ = FreshForm(*store_);
   } else {
-    MOONPIPE_RETURN_IF_ERROR(LoadModelFolder(initial.path(), *store_).status());
+    LoadOptions load;
+    load.keep_quantised = plan_.spec().model().keep_quantised();
+    MOONPIPE_ASSIGN_OR_RETURN(form_, LoadModelFolder(initial.path(), *store_, load));
   }
   MOONPIPE_ASSIGN_OR_RETURN(std::vector<UpdateRule> rules,
                             AssignUpdateRules(plan_.spec().optimizer(), store_->specs(), ListTensors(config)));
   // A parameter without any moving tensor needs no gradient.
   std::map<std::string, bool> frozen;
-  for (size_t i = 0; i < rules.size(); ++i) frozen[store_->specs()[i].name] = rules[i].frozen;
+  std::vector<bool> moving;
+  for (size_t i = 0; i < rules.size(); ++i) {
+    frozen[store_->specs()[i].name] = rules[i].frozen;
+    moving.push_back(!rules[i].frozen);
+  }
+  // Of the own tensors alone: enough for the tower's count, since tower and projector are never apart.
+  frozen_parts_ = FindFrozenParts(config, store_->specs(), moving);
   for (const Parameter& parameter : store_->parameters()) {
     const bool moves = std::any_of(parameter.published.begin(), parameter.published.end(),
                                    [&](const TensorSpec& spec) { return !frozen.at(spec.name); });
@@ -193,6 +209,7 @@ absl::Status PlanExecution::BuildModel() {
       files.push_back(std::move(file));
     }
     MOONPIPE_RETURN_IF_ERROR(optimizer_->LoadState(files, steps));
+    MOONPIPE_RETURN_IF_ERROR(LoadMasterWeights(files, form_, *store_));
   }
   if (range.has_vision) vision_ = std::make_unique<VisionStage>(&*store_, &*gradients_);
   if (plan_.role() == common::v1::WORKER_ROLE_DECODER_STAGE) decoder_ = std::make_unique<DecoderStage>(&*store_, &*gradients_);
@@ -248,13 +265,16 @@ absl::StatusOr<StepReport> PlanExecution::Run(const RunStep& step) {
   ClientProvider provider(data_.get(), metrics_->dataloader_wait);
   context.provider = &provider;
   context.deadline = absl::Now() + absl::Seconds(plan_.spec().runtime().step_timeout_seconds());
+  StepObservation observation;
+  if (!step.observe_folder().empty()) context.observation = &observation;
   std::vector<MicrobatchClient::Wanted> wanted;
   for (const auto& microbatch : step.manifest().microbatches()) {
     if (vision_ != nullptr && microbatch.feature_rows() > 0) {
       for (const auto view : vision_->views()) wanted.push_back({microbatch.index(), view});
     }
     if (decoder_ == nullptr) continue;
-    for (const auto view : decoder_->views()) {
+    for (data::v1::MicrobatchView view : decoder_->views()) {
+      if (view == data::v1::MICROBATCH_VIEW_TOKENS && microbatch.has_embeddings()) view = data::v1::MICROBATCH_VIEW_EMBEDDINGS;
       if (!step.decode() || view != data::v1::MICROBATCH_VIEW_LABELS) wanted.push_back({microbatch.index(), view});
     }
   }
@@ -272,6 +292,10 @@ absl::StatusOr<StepReport> PlanExecution::Run(const RunStep& step) {
       AddGradientNorms(*store_, optimizer_->rules(), report);
       return absl::OkStatus();
     }));
+  }
+  if (context.observation != nullptr) {
+    MOONPIPE_RETURN_IF_ERROR(observation.Write(absl::StrCat(step.observe_folder(), "/worker-", plan_.worker(), ".safetensors"), *store_,
+                                               [this](const TensorSpec& spec) { return IsEmbeddingCopy(spec); }));
   }
   ObserveStep(step, report);
   return report;
@@ -332,7 +356,14 @@ void PlanExecution::ObserveStep(const RunStep& step, const StepReport& report) {
     if (sum > 0) ratio = std::max(ratio, largest * counts.counts_size() / sum);
   }
   if (ratio > 0) metrics_->expert_load_max_ratio.Set(ratio);
-  pending_flops_ = step.decode() ? 0 : step.model_flops();
+  pending_vision_flops_ = pending_decoder_flops_ = 0;
+  if (step.decode()) return;
+  if (store_->range().has_vision) {
+    PartRange tower;
+    tower.has_vision = true;
+    pending_vision_flops_ = static_cast<double>(CountTrainingFlops(store_->config(), tower, step.manifest(), frozen_parts_).total());
+  }
+  pending_decoder_flops_ = step.model_flops() - pending_vision_flops_;
 }
 
 void PlanExecution::ObserveFailure(const absl::Status& status) {
@@ -353,56 +384,51 @@ absl::Status PlanExecution::Commit(const CommitStep& step) {
     if (decoder_ != nullptr) decoder_->UpdateExpertBiases(step, plan_.spec().train().expert_bias_rate());
     const absl::Time end = absl::Now();
     metrics_->AddPhase(StagePhase::kOptimizer, end - begin);
-    metrics_->model_flops.Add(pending_flops_);
+    if (store_->range().has_vision) metrics_->model_flops("vision").Add(pending_vision_flops_);
+    if (decoder_ != nullptr) metrics_->model_flops("decoder").Add(pending_decoder_flops_);
     last_end_ += end - begin;
     return absl::OkStatus();
   });
 }
 
-bool PlanExecution::IsEmbeddingCopy(const TensorSpec& spec) const {
-  return store_->tied_head().defined() && !store_->range().has_embedding &&
-         spec.name == store_->decoder_prefix() + "embed_tokens.weight";
-}
-
 absl::StatusOr<worker::v1::ShardsSaved> PlanExecution::Save(const SaveShards& save) {
   MOONPIPE_RETURN_IF_ERROR(FaultPoint("save", save.step()));
   return CatchTorch([&]() -> absl::StatusOr<worker::v1::ShardsSaved> {
-    std::vector<StoredTensor> weights;
-    for (const TensorSpec& spec : store_->specs()) {
-      if (IsEmbeddingCopy(spec)) continue;  // the first stage writes it
-      const torch::Tensor value = store_->PublishedValue(spec.name);
-      MOONPIPE_ASSIGN_OR_RETURN(const StoredType type, ToStoredType(value.scalar_type()));
-      weights.push_back({spec.name, type, value.sizes().vec(), value.const_data_ptr()});
-    }
-    std::vector<StoredTensor> moments;
-    for (StoredTensor& tensor : optimizer_->State()) {
-      const bool copy = store_->tied_head().defined() && !store_->range().has_embedding &&
-                        absl::EndsWith(tensor.name, store_->decoder_prefix() + "embed_tokens.weight");
-      if (!copy) moments.push_back(std::move(tensor));
-    }
     worker::v1::ShardsSaved saved;
     saved.set_generation(save.generation());
     saved.set_step(save.step());
-    // Only weights are named: they make up the index, which must list nothing else.
-    auto write = [&](const std::string& kind, const std::vector<StoredTensor>& tensors) -> absl::Status {
-      const std::string name = absl::StrFormat("%s-%05d-of-%05d.safetensors", kind, save.shard(), save.shards());
-      const std::string path = save.folder() + "/" + name;
-      MOONPIPE_ASSIGN_OR_RETURN(const uint64_t bytes,
-                                WriteSafetensors(path, tensors, {{"optimizer_steps", absl::StrCat(optimizer_->steps())}}));
-      worker::v1::ShardFile* file = saved.add_files();
-      file->set_name(name);
-      file->set_size_bytes(bytes);
-      MOONPIPE_ASSIGN_OR_RETURN(*file->mutable_sha256(), Sha256HexOfFile(path));
-      uint64_t tensor_bytes = 0;
-      for (const StoredTensor& tensor : tensors) {
-        if (kind == "model") file->add_tensors(tensor.name);
-        tensor_bytes += tensor.num_bytes();
-      }
-      file->set_tensor_bytes(tensor_bytes);
-      return absl::OkStatus();
+    const std::map<std::string, std::string> metadata = {{"optimizer_steps", absl::StrCat(optimizer_->steps())}};
+    const auto path_of = [&](const std::string& kind) {
+      return absl::StrFormat("%s/%s-%05d-of-%05d.safetensors", save.folder(), kind, save.shard(), save.shards());
     };
-    MOONPIPE_RETURN_IF_ERROR(write("model", weights));
-    MOONPIPE_RETURN_IF_ERROR(write("optimizer", moments));
+    const auto add = [&](const std::string& path, uint64_t file_bytes, uint64_t tensor_bytes) -> absl::StatusOr<worker::v1::ShardFile*> {
+      worker::v1::ShardFile* file = saved.add_files();
+      file->set_name(std::filesystem::path(path).filename().string());
+      file->set_size_bytes(file_bytes);
+      file->set_tensor_bytes(tensor_bytes);
+      MOONPIPE_ASSIGN_OR_RETURN(*file->mutable_sha256(), Sha256HexOfFile(path));
+      return file;
+    };
+    const std::string model_path = path_of("model");
+    MOONPIPE_ASSIGN_OR_RETURN(const WrittenWeights weights, WriteWeights(model_path, *store_, form_, metadata));
+    MOONPIPE_ASSIGN_OR_RETURN(worker::v1::ShardFile* model, add(model_path, weights.file_bytes, weights.tensor_bytes));
+    // Only weights are named: they make up the index, which must list nothing else.
+    model->mutable_tensors()->Add(weights.names.begin(), weights.names.end());
+
+    // The first stage writes the state of a tied embedding.
+    const bool has_copy = store_->tied_head().defined() && !store_->range().has_embedding;
+    const std::string copy = store_->decoder_prefix() + "embed_tokens.weight";
+    std::vector<StoredTensor> state;
+    for (std::vector<StoredTensor> some : {optimizer_->State(), MasterWeights(*store_, form_, optimizer_->rules())}) {
+      for (StoredTensor& tensor : some) {
+        if (!has_copy || !absl::EndsWith(tensor.name, copy)) state.push_back(std::move(tensor));
+      }
+    }
+    uint64_t state_bytes = 0;
+    for (const StoredTensor& tensor : state) state_bytes += tensor.num_bytes();
+    const std::string state_path = path_of("optimizer");
+    MOONPIPE_ASSIGN_OR_RETURN(const uint64_t file_bytes, WriteSafetensors(state_path, state, metadata));
+    MOONPIPE_RETURN_IF_ERROR(add(state_path, file_bytes, state_bytes).status());
     return saved;
   });
 }

@@ -1,33 +1,62 @@
 #include "moonpipe/spec/flops.h"
 
+#include "absl/strings/match.h"
+
 namespace moonpipe {
 namespace {
 
-// Products in double: a step of a large model exceeds 64 bits. Below 2^53 every number here is exact.
-double Product(int64_t a, int64_t b) { return static_cast<double>(a) * static_cast<double>(b); }
+absl::int128 Product(int64_t a, int64_t b) { return absl::int128(a) * b; }
 
-// FLOPs of the forward of one microbatch.
-StepFlops ForwardFlops(const ModelConfig& config, const data::v1::MicrobatchManifest& microbatch) {
-  StepFlops flops;
-  const TextConfig& text = config.text;
-  flops.decoder = 2 * Product(ActiveDecoderWeights(text), microbatch.tokens());
-  double pairs = 0;
-  for (uint32_t length : microbatch.document_lengths()) pairs += Product(length, length) / 2;
-  const int64_t width = text.num_attention_heads * (text.qk_head_dim() + text.v_head_dim);
-  flops.decoder += 2 * Product(text.num_hidden_layers, width) * pairs;
-  if (!config.vision.has_value()) return flops;
+// What the counts need of a step; a step is a sum over its microbatches.
+struct Work {
+  absl::int128 tokens = 0;
+  absl::int128 squared_lengths = 0;  // of documents
+  absl::int128 patches = 0;
+  absl::int128 squared_patches = 0;  // of pictures
+  absl::int128 feature_rows = 0;
+};
 
-  const VisionConfig& vision = *config.vision;
-  for (const common::v1::MediaGrid& grid : microbatch.grids()) {
-    const int64_t patches = int64_t{grid.frames()} * grid.rows() * grid.columns();
-    flops.vision += 2 * Product(VisionWeights(vision), patches);
-    flops.vision += 4 * Product(vision.num_hidden_layers, vision.hidden_size) * Product(patches, patches);
+Work WorkOf(const data::v1::StepManifest& manifest) {
+  Work work;
+  for (const data::v1::MicrobatchManifest& microbatch : manifest.microbatches()) {
+    work.tokens += microbatch.tokens();
+    for (const uint32_t length : microbatch.document_lengths()) work.squared_lengths += Product(length, length);
+    for (const common::v1::MediaGrid& grid : microbatch.grids()) {
+      const int64_t patches = int64_t{grid.frames()} * grid.rows() * grid.columns();
+      work.patches += patches;
+      work.squared_patches += Product(patches, patches);
+    }
+    work.feature_rows += microbatch.feature_rows();
   }
-  flops.projector = 2 * Product(ProjectorWeights(config), microbatch.feature_rows());
-  return flops;
+  return work;
 }
 
+// Forward, and what of the backward a part does: both gradients, the input's alone, or none.
+int Passes(bool frozen, bool trained_ahead) { return frozen ? (trained_ahead ? 2 : 1) : 3; }
+
 }  // namespace
+
+FrozenParts FindFrozenParts(const ModelConfig& config, const std::vector<TensorSpec>& tensors, const std::vector<bool>& moves) {
+  FrozenParts frozen{true, true, true, true, true, std::vector<bool>(static_cast<size_t>(config.text.num_hidden_layers), true)};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!moves[i]) continue;
+    const TensorSpec& tensor = tensors[i];
+    if (tensor.part == ModelPartKind::kVision) {
+      frozen.vision = false;
+    } else if (tensor.part == ModelPartKind::kProjector) {
+      frozen.projector = false;
+    } else if (tensor.layer >= 0) {
+      frozen.layers[static_cast<size_t>(tensor.layer)] = false;
+    } else if (absl::StrContains(tensor.name, "embed_tokens")) {
+      frozen.embedding = false;
+      if (config.text.tie_word_embeddings) frozen.head = false;
+    } else if (absl::StrContains(tensor.name, "lm_head")) {
+      frozen.head = false;
+    }
+    if (tensor.part == ModelPartKind::kDecoder) frozen.decoder = false;
+  }
+  return frozen;
+}
 
 int64_t ActiveLayerWeights(const TextConfig& text, int64_t layer) {
   const int64_t hidden = text.hidden_size;
@@ -60,18 +89,41 @@ int64_t ProjectorWeights(const ModelConfig& config) {
 
 StepFlops CountTrainingFlops(const ModelConfig& config, const data::v1::StepManifest& manifest,
                              const FrozenParts& frozen) {
+  PartRange all;
+  all.end_layer = config.text.num_hidden_layers;
+  all.has_embedding = all.has_head = all.has_vision = true;
+  return CountTrainingFlops(config, all, manifest, frozen);
+}
+
+StepFlops CountTrainingFlops(const ModelConfig& config, const PartRange& range, const data::v1::StepManifest& manifest,
+                             const FrozenParts& frozen) {
+  const Work work = WorkOf(manifest);
+  const TextConfig& text = config.text;
   StepFlops flops;
-  for (const data::v1::MicrobatchManifest& microbatch : manifest.microbatches()) {
-    const StepFlops forward = ForwardFlops(config, microbatch);
-    flops.vision += forward.vision;
-    flops.projector += forward.projector;
-    flops.decoder += forward.decoder;
+  if (range.has_vision && config.vision.has_value()) {
+    const VisionConfig& vision = *config.vision;
+    const absl::int128 tower = 2 * work.patches * VisionWeights(vision) +
+                               4 * work.squared_patches * Product(vision.num_hidden_layers, vision.hidden_size);
+    flops.vision = tower * Passes(frozen.vision, false);
+    flops.projector = 2 * work.feature_rows * ProjectorWeights(config) * Passes(frozen.projector, !frozen.vision);
   }
-  const bool trained_ahead_of_projector = config.vision.has_value() && !frozen.vision;
-  const bool trained_ahead_of_decoder = config.vision.has_value() && !(frozen.vision && frozen.projector);
-  flops.vision *= frozen.vision ? 1 : 3;
-  flops.projector *= frozen.projector ? (trained_ahead_of_projector ? 2 : 1) : 3;
-  flops.decoder *= frozen.decoder ? (trained_ahead_of_decoder ? 2 : 1) : 3;
+  // In the order of the forward: does anything before this layer want a gradient?
+  bool trained_ahead = config.vision.has_value() && !(frozen.vision && frozen.projector);
+  trained_ahead = trained_ahead || !(frozen.decoder || frozen.embedding);
+  // len^2 / 2 pairs at 2 FLOPs each of the two products.
+  const absl::int128 attention = work.squared_lengths * Product(text.num_attention_heads, text.qk_head_dim() + text.v_head_dim);
+  for (int64_t layer = 0; layer < range.end_layer; ++layer) {
+    const bool layer_frozen = frozen.decoder || (!frozen.layers.empty() && frozen.layers[static_cast<size_t>(layer)]);
+    if (layer >= range.first_layer) {
+      const absl::int128 forward = 2 * work.tokens * ActiveLayerWeights(text, layer) + attention;
+      flops.decoder += forward * Passes(layer_frozen, trained_ahead);
+    }
+    trained_ahead = trained_ahead || !layer_frozen;
+  }
+  if (range.has_head) {
+    flops.decoder += 2 * work.tokens * Product(text.vocab_size, text.hidden_size) *
+                     Passes(frozen.decoder || frozen.head, trained_ahead);
+  }
   return flops;
 }
 

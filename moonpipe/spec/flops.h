@@ -10,28 +10,39 @@
 //              per block and pair of its n^2 patches. A clip of t frames is one picture of t * h * w patches.
 //   projector  2 per feature row (merged position) and weight.
 // Training multiplies the forward by 3 (forward, input gradient, weight gradient). A frozen part counts 1 if nothing
-// ahead of it is trained (no gradient passes it), else 2.
+// ahead of it is trained (no gradient passes it), else 2. Counts are whole numbers and exact: a step of a large model
+// exceeds 2^53 and 2^63.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "absl/numeric/int128.h"
 #include "moonpipe/data/v1/manifest.pb.h"
 #include "moonpipe/spec/model_config.h"
+#include "moonpipe/spec/tensor_list.h"
 
 namespace moonpipe {
 
-// Parts without trained parameters.
+// Parts without trained parameters. A decoder that is frozen in part is told by its layers.
 struct FrozenParts {
   bool vision = false;
   bool projector = false;
-  bool decoder = false;
+  bool decoder = false;      // all of it; says nothing about `layers`, which must agree
+  bool embedding = false;    // trained, it makes gradients pass through every layer
+  bool head = false;
+  std::vector<bool> layers = {};  // by decoder layer; empty: none is frozen
 };
 
+// A part is frozen when none of its tensors moves. `moves` says so for each of `tensors`, which is ListTensors of the whole
+// model or what a test makes up; with tied embeddings the head moves with the embedding.
+FrozenParts FindFrozenParts(const ModelConfig& config, const std::vector<TensorSpec>& tensors, const std::vector<bool>& moves);
+
 struct StepFlops {
-  double vision = 0;
-  double projector = 0;
-  double decoder = 0;
-  double total() const { return vision + projector + decoder; }
+  absl::int128 vision = 0;
+  absl::int128 projector = 0;
+  absl::int128 decoder = 0;
+  absl::int128 total() const { return vision + projector + decoder; }
 };
 
 // Weights of the matrices that one token meets in a decoder layer: with experts, the router, top-k and shared.
@@ -46,6 +57,10 @@ int64_t ProjectorWeights(const ModelConfig& config);
 // FLOPs of forward and backward over every microbatch of the manifest. Pictures count by their grids whether or not the
 // model has a tower in this process; a model without a tower has no vision part.
 StepFlops CountTrainingFlops(const ModelConfig& config, const data::v1::StepManifest& manifest,
+                             const FrozenParts& frozen = {});
+
+// The share of one part of the model; the shares of parts that make up the model add up to its count.
+StepFlops CountTrainingFlops(const ModelConfig& config, const PartRange& range, const data::v1::StepManifest& manifest,
                              const FrozenParts& frozen = {});
 
 }  // namespace moonpipe

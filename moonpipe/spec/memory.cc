@@ -6,63 +6,126 @@ namespace moonpipe {
 namespace {
 
 constexpr int64_t kFloatBytes = 4;
+// An int64 index in values of fp32.
+constexpr int64_t kIndex = 2;
 
-// Values that the backward of one decoder layer needs, per token.
-int64_t LayerValues(const TextConfig& text, int64_t layer) {
-  const int64_t hidden = text.hidden_size;
-  const int64_t query = text.num_attention_heads * text.qk_head_dim();
-  const int64_t value = text.num_attention_heads * text.v_head_dim;
-  // Both residual inputs and both normed copies.
-  int64_t values = 4 * hidden;
-  // Queries, keys and padded values as attention reads them, its output at the padded and the true width, its log-sums.
-  values += 4 * query + value + text.num_attention_heads;
-  if (text.q_lora_rank.has_value()) values += 2 * *text.q_lora_rank;
-  // The compressed keys and values before and after their norm, and what they are expanded to.
-  values += text.kv_lora_rank + text.qk_rope_head_dim + text.kv_lora_rank;
-  values += text.num_attention_heads * (text.qk_nope_head_dim + text.v_head_dim);
-  // A gated feed-forward keeps gate, up, the activated gate and the product.
-  if (!text.IsMoeLayer(layer)) return values + 4 * text.intermediate_size;
-  values += 2 * text.n_routed_experts;
-  values += text.num_experts_per_tok * (2 * hidden + 4 * text.moe_intermediate_size);
-  return values + 4 * text.n_shared_experts * text.moe_intermediate_size;
+// Values for one token, of what one device keeps or passes.
+struct Values {
+  int64_t kept = 0;           // until the backward
+  int64_t kept_sequence = 0;  // keys and values: of all tokens of the microbatch also where the tokens are shared
+  int64_t passing = 0;        // most at one time in the backward, beyond what is kept
+};
+
+// `inner` is the width of one feed-forward block, `rows` how often a token passes it.
+int64_t GatedValues(int64_t rows, int64_t inner) {
+  return 4 * rows * inner;  // gate, its activation, up and the product
 }
 
-// Values that the backward of the tower and the projector needs, per patch.
-int64_t PatchValues(const VisionConfig& vision) {
-  // Per block: two residual inputs, two normed copies, q, k, v, attention output, and twice the inner width around the
-  // activation.
-  const int64_t block = 8 * vision.hidden_size + 2 * vision.intermediate_size + vision.num_attention_heads;
-  // The merged row is shared by merge_height * merge_width patches, so its width per patch is hidden_size: normed
-  // input, inner, activated.
-  return vision.patch_values() + vision.num_hidden_layers * block + 4 * vision.hidden_size;
+Values LayerValues(const TextConfig& text, int64_t layer, const ParallelSizes& parallel) {
+  const int64_t hidden = text.hidden_size;
+  const int64_t heads = text.num_attention_heads / parallel.tensor;
+  const int64_t width = text.qk_head_dim();
+  const bool padded = width != text.v_head_dim;
+  Values values;
+  // The residual input and the middle, each with its norm's output and inverse.
+  values.kept = 4 * hidden + 2;
+  if (text.q_lora_rank.has_value()) values.kept += 2 * *text.q_lora_rank + 1;
+  // Queries, attention's output (once more where the padding is cut off), its log-sums.
+  values.kept += 2 * heads * width + (padded ? heads * text.v_head_dim : 0) + heads;
+  // The latent vector before and after its norm; keys and values as attention reads them. Values of the same width are read
+  // where keys and values were expanded together.
+  values.kept_sequence = 2 * text.kv_lora_rank + text.qk_rope_head_dim + 1;
+  values.kept_sequence += heads * width + heads * (padded ? width : text.qk_nope_head_dim + text.v_head_dim);
+  const int64_t attention_passing = 6 * heads * width;
+
+  if (!text.IsMoeLayer(layer)) {
+    const int64_t inner = text.intermediate_size / parallel.tensor;
+    values.kept += GatedValues(1, inner);
+    values.passing = std::max(attention_passing, hidden + 2 * inner);
+    return values;
+  }
+  const int64_t choices = text.num_experts_per_tok;
+  const int64_t inner = text.moe_intermediate_size / parallel.tensor;
+  // Scores, the chosen, their weights before and after normalisation, and the tables of the rows.
+  values.kept += text.n_routed_experts + kIndex * choices + 3 * choices + 1 + 3 * kIndex * choices;
+  // The rows of the experts at both ends.
+  values.kept += 2 * choices * hidden + GatedValues(choices, inner);
+  if (text.n_shared_experts > 0) values.kept += GatedValues(1, text.n_shared_experts * inner);
+  values.passing = std::max(attention_passing, hidden + choices * (2 * hidden + inner));
+  return values;
+}
+
+// Of the tower, per patch.
+Values PatchValues(const VisionConfig& vision) {
+  const int64_t width = vision.hidden_size;
+  Values values;
+  // Per block: residual input and middle, each with its norm's output, mean and deviation; queries, keys and values before the
+  // rotation, since the values stay where they are, and rotated queries and keys; attention's output and log-sums; the inner
+  // width around the activation.
+  const int64_t block = 2 * (2 * width + 2) + 3 * width + 2 * width + width + vision.num_attention_heads + 2 * vision.intermediate_size;
+  // Pixels, and after the last block: input of the last norm, windows, their norm, and around the projector's activation.
+  values.kept = vision.patch_values() + vision.num_hidden_layers * block + 5 * width + 4;
+  values.passing = std::max(2 * vision.intermediate_size, 6 * width);
+  return values;
 }
 
 }  // namespace
 
 MemoryEstimate EstimateMemory(const ModelConfig& config, const PartRange& range, const MemoryOptions& options) {
   MemoryEstimate estimate;
+  const ParallelSizes& parallel = options.parallel;
+  const TextConfig& text = config.text;
   int64_t trained = -options.frozen_parameters;
+  int64_t largest = 0;  // weight of a layer or the tower, whose gradient passes on its way to the accumulator
   for (const TensorSpec& tensor : ListTensors(config, range)) {
-    estimate.parameters += tensor.num_elements();
-    if (tensor.trainable) trained += tensor.num_elements();
+    const int64_t elements = ElementsPerDevice(tensor, parallel);
+    estimate.parameters += elements;
+    if (tensor.trainable) trained += elements;
+    const bool by_layer = tensor.layer >= 0 || tensor.part != ModelPartKind::kDecoder;
+    // Experts are one stack.
+    if (by_layer) largest = std::max(largest, tensor.expert >= 0 ? elements * text.n_routed_experts : elements);
   }
   trained = std::max<int64_t>(trained, 0);
+  // A tied head has gradients of its own.
+  const bool tied_head = text.tie_word_embeddings && range.has_head;
+  const int64_t vocabulary = text.vocab_size / parallel.tensor;
   estimate.weights_bytes = kFloatBytes * estimate.parameters;
-  estimate.gradients_bytes = kFloatBytes * trained;
+  estimate.gradients_bytes = kFloatBytes * options.gradient_groups * (trained + (tied_head ? vocabulary * text.hidden_size : 0));
   estimate.optimizer_bytes = 2 * kFloatBytes * trained;
 
-  int64_t values = 0;
-  for (int64_t layer = range.first_layer; layer < range.end_layer; ++layer) values += LayerValues(config.text, layer);
-  if (range.has_embedding) values += config.text.hidden_size;
-  if (range.has_head) values += 2 * config.text.hidden_size;
-  if (range.has_vision && config.vision.has_value()) {
-    const int64_t patches_per_token = config.vision->merge_height * config.vision->merge_width;
-    values += patches_per_token * PatchValues(*config.vision) + config.text.hidden_size;
+  const int64_t sequence = options.microbatch_tokens;
+  const int64_t tokens = sequence / parallel.context;
+  int64_t kept = 0;
+  int64_t passing = 0;
+  if (range.end_layer > range.first_layer) kept += 2 * text.qk_rope_head_dim * tokens;  // the positions' cosines and sines
+  for (int64_t layer = range.first_layer; layer < range.end_layer; ++layer) {
+    const Values values = LayerValues(text, layer, parallel);
+    kept += tokens * values.kept + sequence * values.kept_sequence;
+    passing = std::max(passing, tokens * values.passing);
   }
-  estimate.activations_bytes = kFloatBytes * options.microbatch_tokens * values * options.live_microbatches;
-  // Logits live from the head's forward to its backward only; their probabilities become the gradient.
-  if (range.has_head)
-    estimate.activations_bytes += 2 * kFloatBytes * options.microbatch_tokens * config.text.vocab_size;
+  if (range.has_embedding) kept += kIndex * tokens;
+  if (range.has_head) {
+    // Input of the last norm and its output.
+    kept += (2 * text.hidden_size + 1) * tokens;
+  }
+  if (range.has_vision && config.vision.has_value()) {
+    const int64_t window = config.vision->merge_height * config.vision->merge_width;
+    const int64_t patches = options.patches >= 0 ? options.patches : sequence * window;
+    const Values values = PatchValues(*config.vision);
+    // The features live until their gradient has come.
+    kept += patches * values.kept + patches / window * text.hidden_size;
+    passing = std::max(passing, patches * values.passing);
+  }
+  kept *= options.live_microbatches;
+  int64_t working = passing + largest;
+  if (range.has_head) {
+    // Logits with their exponentials or their gradient; then that with the gradient of the head's weight.
+    working = std::max({working, 2 * vocabulary * tokens, vocabulary * (tokens + text.hidden_size)});
+  }
+  // The embedding's gradient is made last, when nothing is kept.
+  if (range.has_embedding) working = std::max(working, vocabulary * text.hidden_size - kept);
+  estimate.activations_bytes = kFloatBytes * kept;
+  estimate.working_bytes = kFloatBytes * working;
   return estimate;
 }
 

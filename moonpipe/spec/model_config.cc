@@ -1,6 +1,7 @@
 #include "moonpipe/spec/model_config.h"
 
 #include <algorithm>
+#include <limits>
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
@@ -210,7 +211,6 @@ TextConfig ReadText(const Fields& text, Problems* problems) {
   text.Only("attention_dropout", 0.0, "there is no dropout");
   text.Only("num_nextn_predict_layers", 0, "layers that predict further tokens are not trained");
   text.Only("num_key_value_heads", config.num_attention_heads, "latent attention has a key head for every query head");
-  if (text.Has("quantization_config")) text.Problem("quantization_config", "quantised weights are not supported; convert them to bf16 first");
 
   if (config.qk_rope_head_dim % 2 != 0) text.Problem("qk_rope_head_dim", absl::StrCat(config.qk_rope_head_dim, " is odd: rotary pairs need an even width"));
   if (config.v_head_dim > config.qk_head_dim()) {
@@ -229,6 +229,57 @@ TextConfig ReadText(const Fields& text, Problems* problems) {
     text.Problem("topk_group", absl::StrCat(config.topk_group, " groups hold fewer experts than num_experts_per_tok ", config.num_experts_per_tok));
   }
   return config;
+}
+
+// One group of config_groups.
+void ReadPackedGroup(const Fields& group, Problems* problems, Quantization* quantization) {
+  group.Only("input_activations", nullptr, "only weights are quantised");
+  group.Only("output_activations", nullptr, "only weights are quantised");
+  const Json* object = group.Object("weights");
+  if (object == nullptr) return;
+  const Fields weights(*object, group.Path("weights"), problems);
+  if (weights.Integer("num_bits", 1) != 4) weights.Problem("num_bits", "only 4 bits are supported");
+  weights.Only("type", "int", "integers are packed");
+  weights.Only("symmetric", true, "there are no zero points");
+  weights.Only("strategy", "group", "a scale belongs to a group of a row");
+  weights.Only("actorder", nullptr, "columns stand in their own order");
+  quantization->group_size = weights.Integer("group_size", 1);
+}
+
+std::optional<Quantization> ReadQuantization(const Fields& parent, Problems* problems) {
+  if (!parent.Has("quantization_config")) return std::nullopt;
+  const Json* object = parent.Object("quantization_config");
+  if (object == nullptr) return std::nullopt;
+  const Fields fields(*object, parent.Path("quantization_config"), problems);
+  Quantization quantization;
+  const std::string method = fields.String("quant_method");
+  if (method == "fp8") {
+    quantization.method = QuantizationMethod::kFp8;
+    fields.Only("fmt", "e4m3", "one FP8 format can be read");
+    const Json* block = fields.Find("weight_block_size");
+    if (block == nullptr || !block->is_array() || block->size() != 2 || !(*block)[0].is_number_unsigned() || !(*block)[1].is_number_unsigned() ||
+        (*block)[0] == 0 || (*block)[1] == 0) {
+      fields.Problem("weight_block_size", absl::StrCat("must be two whole numbers above 0, is ", block == nullptr ? "missing" : block->dump()));
+    } else {
+      quantization.block_rows = (*block)[0].get<int64_t>();
+      quantization.block_columns = (*block)[1].get<int64_t>();
+    }
+    return quantization;
+  }
+  if (method != "compressed-tensors") {
+    if (!method.empty()) fields.Problem("quant_method", absl::StrCat("\"", method, "\" is not supported; compressed-tensors and fp8 are"));
+    return quantization;
+  }
+  if (fields.String("format") != "pack-quantized") fields.Problem("format", "only \"pack-quantized\" is supported");
+  fields.Only("kv_cache_scheme", nullptr, "only weights are quantised");
+  const Json* groups = fields.Object("config_groups");
+  if (groups == nullptr) return quantization;
+  if (groups->size() != 1 || !groups->begin()->is_object()) {
+    fields.Problem("config_groups", absl::StrCat("must have one group, has ", groups->size()));
+    return quantization;
+  }
+  ReadPackedGroup(Fields(*groups->begin(), absl::StrCat(fields.Path("config_groups"), ".", groups->begin().key()), problems), problems, &quantization);
+  return quantization;
 }
 
 // K2.5 writes the same sizes under names that begin with vt_.
@@ -291,6 +342,18 @@ void RefuseMultiAxisRotary(const Fields& text, const std::optional<VisionConfig>
   }
 }
 
+// Features of several tower layers, which none of these models has. An empty list is refused too: it tells of another model's class.
+void RefuseDeepstack(const Json& object, const std::string& prefix, Problems* problems) {
+  for (const auto& [name, value] : object.items()) {
+    const std::string path = prefix.empty() ? name : absl::StrCat(prefix, ".", name);
+    if (name.find("deepstack") != std::string::npos) {
+      problems->Add(path, "is not supported: features enter the decoder at its embeddings only");
+    } else if (value.is_object()) {
+      RefuseDeepstack(value, path, problems);
+    }
+  }
+}
+
 int64_t ReadToken(const Fields& fields, const std::string& name, int64_t vocab_size) {
   const Json* value = fields.Find(name);
   // Some files list several end tokens; the first is the configured one.
@@ -320,6 +383,18 @@ absl::StatusOr<Json> ParseJson(absl::string_view text) {
 
 }  // namespace
 
+absl::string_view ArchitectureName(Architecture architecture) {
+  switch (architecture) {
+    case Architecture::kKimiVl:
+      return "kimi_vl";
+    case Architecture::kDeepseekV3:
+      return "deepseek_v3";
+    case Architecture::kKimiK25:
+      return "kimi_k25";
+  }
+  return "";
+}
+
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
   MOONPIPE_ASSIGN_OR_RETURN(const Json root, ParseJson(json));
   if (!root.is_object()) return absl::InvalidArgumentError("model configuration: the file must hold one JSON object");
@@ -335,7 +410,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
   }
   if (architecture == "KimiVLForConditionalGeneration" || (architecture.empty() && model_type == "kimi_vl")) {
     config.architecture = Architecture::kKimiVl;
-  } else if (architecture == "DeepseekV3ForCausalLM" || (architecture.empty() && model_type == "deepseek_v3")) {
+  } else if (architecture == "DeepseekV3ForCausalLM" || (architecture.empty() && (model_type == "deepseek_v3" || model_type == "kimi_k2"))) {
     config.architecture = Architecture::kDeepseekV3;
   } else if (architecture == "KimiK25ForConditionalGeneration" || (architecture.empty() && model_type == "kimi_k25")) {
     config.architecture = Architecture::kKimiK25;
@@ -347,7 +422,8 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
     return problems.ToStatus();
   }
 
-  top.Only("ignore_index", -100, "labels of -100 are the untrained ones");
+  config.ignore_index = top.IntegerOr("ignore_index", std::numeric_limits<int32_t>::min(), config.ignore_index);
+  RefuseDeepstack(root, "", &problems);
   if (config.architecture == Architecture::kDeepseekV3) {
     config.text = ReadText(top, &problems);
     config.pad_token_id = ReadToken(top, "pad_token_id", config.text.vocab_size);
@@ -357,10 +433,10 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
     const bool clips = config.architecture == Architecture::kKimiK25;
     const Json* text_object = top.Object("text_config");
     const Json* vision_object = top.Object("vision_config");
-    if (top.Has("quantization_config")) top.Problem("quantization_config", "quantised weights are not supported; convert them to bf16 first");
     if (text_object != nullptr) {
       const Fields text(*text_object, "text_config", &problems);
       config.text = ReadText(text, &problems);
+      config.quantization = ReadQuantization(text, &problems);
       top.Only("tie_word_embeddings", config.text.tie_word_embeddings, "it contradicts text_config.tie_word_embeddings");
       config.media_placeholder_token_id = ReadToken(top, "media_placeholder_token_id", config.text.vocab_size);
       // The top level wins: it is what the checkpoint's own processor reads.
@@ -377,8 +453,17 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
     }
     if (text_object != nullptr) RefuseMultiAxisRotary(Fields(*text_object, "text_config", &problems), config.vision, &problems);
   }
+  if (!config.quantization.has_value()) config.quantization = ReadQuantization(top, &problems);
   if (!problems.empty()) return problems.ToStatus();
   return config;
+}
+
+std::string WithoutQuantization(const std::string& json) {
+  nlohmann::ordered_json root = nlohmann::ordered_json::parse(json, nullptr, /*allow_exceptions=*/false);
+  if (!root.is_object()) return json;
+  size_t dropped = root.erase("quantization_config");
+  if (root.contains("text_config") && root["text_config"].is_object()) dropped += root["text_config"].erase("quantization_config");
+  return dropped == 0 ? json : root.dump(2) + "\n";
 }
 
 absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& path) {

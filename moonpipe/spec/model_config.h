@@ -18,6 +18,8 @@ namespace moonpipe {
 
 // Which key spelling the checkpoint uses and which projector follows the tower.
 enum class Architecture { kKimiVl, kDeepseekV3, kKimiK25 };
+// kimi_vl, deepseek_v3, kimi_k25: as model_type spells them.
+absl::string_view ArchitectureName(Architecture architecture);
 
 // YaRN; absent means plain rotary embeddings.
 struct RopeScaling {
@@ -27,6 +29,18 @@ struct RopeScaling {
   double mscale = 1;
   double mscale_all_dim = 1;
   int64_t original_max_position_embeddings = 0;
+};
+
+// How the folder's weights are quantised (quantization_config, at the top or in text_config). Which tensors are is seen from the folder.
+enum class QuantizationMethod {
+  kInt4,  // compressed-tensors, pack-quantized: symmetric 4-bit integers with a scale for `group_size` values of a row
+  kFp8,   // e4m3 with a scale for each block of `block_rows` x `block_columns`
+};
+struct Quantization {
+  QuantizationMethod method = QuantizationMethod::kInt4;
+  int64_t group_size = 32;
+  int64_t block_rows = 128;
+  int64_t block_columns = 128;
 };
 
 // The decoder (text_config, or the whole file for Moonlight).
@@ -89,9 +103,11 @@ struct ModelConfig {
   std::optional<VisionConfig> vision;  // absent: a text-only model
   int64_t media_placeholder_token_id = -1;
   int64_t pad_token_id = -1;
+  int64_t ignore_index = -100;  // the label of tokens that are not trained
   int64_t bos_token_id = -1;
   int64_t eos_token_id = -1;
   double projector_ln_eps = 1e-5;
+  std::optional<Quantization> quantization;  // absent: plain weights
   std::string json;  // the file as it was read, written back untouched
 };
 
@@ -101,5 +117,9 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json);
 
 // The same for a file; every message begins with the path.
 absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& path);
+
+// The text of a config.json without its quantization_config, which says nothing of weights that were decoded. A file that has none is
+// returned as it is.
+std::string WithoutQuantization(const std::string& json);
 
 }  // namespace moonpipe

@@ -172,6 +172,11 @@ absl::Status WriteAll(int fd, const void* data, uint64_t bytes, const std::strin
   return absl::OkStatus();
 }
 
+struct ByName {
+  bool operator()(const StoredTensor& tensor, absl::string_view name) const { return tensor.name < name; }
+  bool operator()(absl::string_view name, const StoredTensor& tensor) const { return name < tensor.name; }
+};
+
 std::string FirstFew(const std::vector<std::string>& names) {
   const size_t shown = std::min<size_t>(names.size(), 3);
   std::string text = absl::StrJoin(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(shown), ", ");
@@ -281,10 +286,12 @@ absl::Status SafetensorsFile::ParseHeader(absl::string_view header, const char* 
   return absl::OkStatus();
 }
 
+bool SafetensorsFile::Contains(absl::string_view name) const {
+  return std::binary_search(tensors_.begin(), tensors_.end(), name, ByName());
+}
+
 absl::StatusOr<const StoredTensor*> SafetensorsFile::Find(absl::string_view name) const {
-  const auto found =
-      std::lower_bound(tensors_.begin(), tensors_.end(), name,
-                       [](const StoredTensor& tensor, absl::string_view key) { return tensor.name < key; });
+  const auto found = std::lower_bound(tensors_.begin(), tensors_.end(), name, ByName());
   if (found != tensors_.end() && found->name == name) return &*found;
   std::vector<std::string> names;
   for (const StoredTensor& tensor : tensors_) names.push_back(tensor.name);
@@ -295,6 +302,16 @@ absl::StatusOr<const StoredTensor*> SafetensorsFile::Find(absl::string_view name
 
 absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::vector<StoredTensor>& tensors,
                                           const std::map<std::string, std::string>& metadata) {
+  return WriteSafetensors(path, tensors, metadata, [&](const StoredTensor& tensor) -> absl::StatusOr<const void*> {
+    if (tensor.num_elements() > 0 && tensor.data == nullptr) {
+      return absl::InvalidArgumentError(absl::StrCat(path, ": tensor ", tensor.name, " has no data"));
+    }
+    return tensor.data;
+  });
+}
+
+absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::vector<StoredTensor>& tensors,
+                                          const std::map<std::string, std::string>& metadata, const TensorBytes& bytes_of) {
   std::vector<const StoredTensor*> order;
   for (const StoredTensor& tensor : tensors) order.push_back(&tensor);
   std::stable_sort(order.begin(), order.end(), [](const StoredTensor* a, const StoredTensor* b) {
@@ -317,9 +334,6 @@ absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::ve
     if (!bytes.has_value()) {
       return absl::InvalidArgumentError(
           absl::StrCat(path, ": tensor ", tensor->name, " has the impossible shape ", tensor->ToString()));
-    }
-    if (*bytes > 0 && tensor->data == nullptr) {
-      return absl::InvalidArgumentError(absl::StrCat(path, ": tensor ", tensor->name, " has no data"));
     }
   }
   // A plain object would be searched linearly for every insertion; the names are known to be unique, so they are
@@ -357,7 +371,8 @@ absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::ve
   uint64_t written = 0;
   for (const StoredTensor* tensor : order) {
     if (!status.ok()) break;
-    status = WriteAll(fd, tensor->data, tensor->num_bytes(), temporary);
+    const absl::StatusOr<const void*> data = bytes_of(*tensor);
+    status = data.ok() ? WriteAll(fd, *data, tensor->num_bytes(), temporary) : data.status();
     written += tensor->num_bytes();
     if (2 * written >= offset) status.Update(FaultPoint("shard_half", file_number));
   }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -54,6 +55,7 @@ class SafetensorsFile {
   const std::vector<StoredTensor>& tensors() const { return tensors_; }
   // NOT_FOUND names the file and the nearest name in it. The pointer lives as long as this object.
   absl::StatusOr<const StoredTensor*> Find(absl::string_view name) const;
+  bool Contains(absl::string_view name) const;
   // The header's `__metadata__`.
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   const std::string& path() const { return path_; }
@@ -78,6 +80,12 @@ class SafetensorsFile {
 absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::vector<StoredTensor>& tensors,
                                           const std::map<std::string, std::string>& metadata = {});
 
+// The same for tensors whose bytes are made one after another: `bytes_of` is called once a tensor, in the order of the file, and what it
+// returns is used until its next call. Its error ends the write.
+using TensorBytes = std::function<absl::StatusOr<const void*>(const StoredTensor& tensor)>;
+absl::StatusOr<uint64_t> WriteSafetensors(const std::string& path, const std::vector<StoredTensor>& tensors,
+                                          const std::map<std::string, std::string>& metadata, const TensorBytes& bytes_of);
+
 // All weight files of a Hugging Face model folder: the shards that model.safetensors.index.json names, or
 // model.safetensors.
 class ModelFolder {
@@ -95,6 +103,7 @@ class ModelFolder {
   // File name of the shard that holds the tensor; empty when none does.
   std::string FileOf(absl::string_view name) const;
   const std::vector<SafetensorsFile>& files() const { return files_; }
+  const std::string& path() const { return folder_; }
 
  private:
   std::string folder_;

@@ -177,7 +177,6 @@ std::vector<TensorSpec> ListTensors(const ModelConfig& config, const PartRange& 
 
 ParameterCounts CountParameters(const ModelConfig& config) {
   ParameterCounts counts;
-  int64_t routed = 0;
   for (const TensorSpec& spec : ListTensors(config)) {
     const int64_t size = spec.num_elements();
     if (spec.part == ModelPartKind::kVision) {
@@ -186,10 +185,12 @@ ParameterCounts CountParameters(const ModelConfig& config) {
       counts.projector += size;
     } else {
       counts.decoder += size;
-      if (spec.expert >= 0) routed += size;
+      if (spec.expert >= 0) counts.routed_experts += size;
     }
   }
   counts.embedding = config.text.vocab_size * config.text.hidden_size;
+  if (!config.text.tie_word_embeddings) counts.head = counts.embedding;
+  const int64_t routed = counts.routed_experts;
   counts.active_decoder = counts.decoder - routed + routed / config.text.n_routed_experts * config.text.num_experts_per_tok;
   return counts;
 }

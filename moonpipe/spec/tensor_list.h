@@ -56,6 +56,8 @@ struct ParameterCounts {
   int64_t projector = 0;
   int64_t decoder = 0;          // embedding and head included
   int64_t embedding = 0;        // of which input embedding
+  int64_t head = 0;             // of which the head; 0 where it is the embedding
+  int64_t routed_experts = 0;   // of which routed experts, all of them
   int64_t active_decoder = 0;   // of the decoder, used per token: routed experts count top-k of all
   int64_t total() const { return vision + projector + decoder; }
 };

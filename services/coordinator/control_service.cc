@@ -9,7 +9,7 @@
 #include "moonpipe/config/run_file.h"
 #include "moonpipe/pipeline/stage_split.h"
 #include "moonpipe/runtime/rpc_error.h"
-#include "moonpipe/spec/model_config.h"
+#include "moonpipe/spec/flavors.h"
 #include "moonpipe/spec/tensor_list.h"
 #include "moonpipe/train/lr_schedule.h"
 #include "moonpipe/train/parameter_groups.h"
@@ -129,16 +129,10 @@ absl::Status CheckCreateRequest(const CreateTrainingRunRequest& request, Trainin
     violations.push_back(std::move(violation));
   }
   if (!violations.empty()) return InvalidSpecError(violations);
-  if (resolved->model().has_flavor()) {
-    return InvalidSpecError({{"spec.model.flavor", absl::StrCat("'", resolved->model().flavor(),
-                                                                "': no flavors are built in yet; name a folder (model.path) or a "
-                                                                "config.json (model.config)")}});
-  }
-  const bool folder = resolved->model().has_path();
-  const absl::StatusOr<ModelConfig> config =
-      ReadModelConfig(folder ? resolved->model().path() + "/config.json" : resolved->model().config());
+  const absl::StatusOr<ModelConfig> config = ReadModelOf(resolved->model());
   if (!config.ok()) {
-    return InvalidSpecError({{folder ? "spec.model.path" : "spec.model.config", std::string(config.status().message())}});
+    const char* field = resolved->model().has_flavor() ? "spec.model.flavor" : resolved->model().has_path() ? "spec.model.path" : "spec.model.config";
+    return InvalidSpecError({{field, std::string(config.status().message())}});
   }
   const std::vector<TensorSpec> tensors = ListTensors(*config);
   if (const auto rules = AssignUpdateRules(resolved->optimizer(), tensors, tensors); !rules.ok()) {

@@ -7,7 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "moonpipe/base/file.h"
 #include "moonpipe/base/status_macros.h"
-#include "moonpipe/pipeline/stage_split.h"
+#include "moonpipe/pipeline/plan_estimate.h"
 
 namespace moonpipe {
 namespace {
@@ -87,7 +87,11 @@ std::vector<worker::v1::EdgePlan> AllEdges(const ClusterPlan& plan, bool tied, u
 void AddGrant(const PlanInputs& inputs, worker::v1::Plan& plan, worker::v1::Plan& dataloader) {
   worker::v1::DataGrant grant;
   if (plan.part().has_vision()) grant.add_views(data::v1::MICROBATCH_VIEW_PIXELS);
-  if (plan.part().has_embedding()) grant.add_views(data::v1::MICROBATCH_VIEW_TOKENS);
+  if (plan.part().has_embedding()) {
+    // A recorded batch may start from embeddings.
+    grant.add_views(data::v1::MICROBATCH_VIEW_TOKENS);
+    if (inputs.spec.data().has_batches()) grant.add_views(data::v1::MICROBATCH_VIEW_EMBEDDINGS);
+  }
   if (plan.part().has_head()) grant.add_views(data::v1::MICROBATCH_VIEW_LABELS);
   if (grant.views().empty()) return;
   grant.set_worker(plan.worker());
@@ -121,14 +125,9 @@ absl::StatusOr<ClusterPlan> BuildPlan(const PlanInputs& inputs) {
   MOONPIPE_ASSIGN_OR_RETURN(const Schedule schedule, MakeSchedule(options));
   MOONPIPE_RETURN_IF_ERROR(ValidateSchedule(schedule));
 
-  if (pipeline.layers_per_stage().empty()) {
-    MOONPIPE_ASSIGN_OR_RETURN(plan.parts, SplitLayers(CostsOf(inputs.model), num_stages));
-  } else {
-    MOONPIPE_ASSIGN_OR_RETURN(plan.parts,
-                              SplitLayersAs({pipeline.layers_per_stage().begin(), pipeline.layers_per_stage().end()},
-                                            inputs.model.text.num_hidden_layers, num_stages));
-  }
-  plan.parts[0].has_vision = options.vision_in_first_stage;
+  MOONPIPE_ASSIGN_OR_RETURN(plan.parts, PartsOfStages(inputs.model, num_stages,
+                                                      {pipeline.layers_per_stage().begin(), pipeline.layers_per_stage().end()},
+                                                      options.vision_in_first_stage));
 
   const bool needs_encoder = options.has_vision && !options.vision_in_first_stage;
   MOONPIPE_ASSIGN_OR_RETURN(const Cast cast, ChooseWorkers(inputs, static_cast<size_t>(num_stages), needs_encoder));

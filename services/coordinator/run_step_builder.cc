@@ -16,8 +16,15 @@ data::v1::StepManifest ViewOf(const worker::v1::ModelPart& part, const data::v1:
     one.set_tokens(full.tokens());
     *one.mutable_document_lengths() = full.document_lengths();
     if (part.has_head()) one.set_trained_labels(full.trained_labels());
-    if (part.has_vision()) *one.mutable_grids() = full.grids();
+    if (part.has_vision()) {
+      *one.mutable_grids() = full.grids();
+      one.set_pixel_type(full.pixel_type());
+    }
     if (part.has_vision() || part.has_embedding()) one.set_feature_rows(full.feature_rows());
+    if (part.has_embedding()) {
+      *one.mutable_masked_features() = full.masked_features();
+      one.set_has_embeddings(full.has_embeddings());
+    }
   }
   return view;
 }

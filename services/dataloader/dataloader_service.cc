@@ -141,6 +141,10 @@ absl::StatusOr<DataloaderService::View> DataloaderService::Find(const FetchMicro
       found.data = reinterpret_cast<const char*>(microbatch.patches.data());
       found.bytes = microbatch.patches.size();
       break;
+    case data::v1::MICROBATCH_VIEW_EMBEDDINGS:
+      found.data = reinterpret_cast<const char*>(microbatch.embeddings.data());
+      found.bytes = microbatch.embeddings.size() * sizeof(float);
+      break;
     default:
       return RpcError(absl::StatusCode::kInvalidArgument, "no view was named", "VIEW_MISSING");
   }

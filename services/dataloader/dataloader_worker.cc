@@ -13,6 +13,7 @@
 #include "moonpipe/base/fault_point.h"
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
+#include "moonpipe/data/batch_source.h"
 #include "moonpipe/data/preprocessor_config.h"
 #include "moonpipe/data/step_source.h"
 #include "moonpipe/metrics/role_metrics.h"
@@ -45,22 +46,28 @@ class DataPlan {
   absl::Status Start(const DataloaderMetrics& metrics) {
     MOONPIPE_ASSIGN_OR_RETURN(const ModelConfig config, ParseModelConfig(plan_.model_config_json()));
     const auto& spec = plan_.spec();
+    if (spec.data().has_batches()) {
+      const BatchSourceOptions batch{spec.data().batches(), spec.data().batch_case(), static_cast<int32_t>(spec.pipeline().microbatches())};
+      MOONPIPE_ASSIGN_OR_RETURN(source_, OpenBatchSource(batch, config));
+      return Serve(metrics);
+    }
     options_.files.assign(spec.data().train().begin(), spec.data().train().end());
     options_.tokenizer_folder = spec.data().tokenizer();
     options_.chat_template = spec.data().chat_template();
     options_.vocab_size = config.text.vocab_size;
     options_.media_placeholder_token_id = config.media_placeholder_token_id;
+    options_.ignore_index = config.ignore_index;
     options_.microbatches = static_cast<int32_t>(spec.pipeline().microbatches());
     options_.microbatch_tokens = static_cast<int32_t>(spec.pipeline().microbatch_tokens());
     options_.packing_window = static_cast<int32_t>(spec.data().packing_window());
     MOONPIPE_ASSIGN_OR_RETURN(options_.pictures, RuleOfPictures(spec, config));
     options_.seed = spec.train().seed();
-    options_.random_shift_pixels = spec.data().random_shift_pixels();
+    options_.random_warp.shift_pixels = spec.data().random_shift_pixels();
+    options_.random_warp.rotation_degrees = spec.data().random_rotation_degrees();
+    options_.random_warp.scale = spec.data().random_scale();
     options_.allow_outside_paths = spec.data().allow_outside_paths();
     MOONPIPE_ASSIGN_OR_RETURN(source_, OpenStepSource(options_));
-    service_->SetPlan(plan_, metrics);
-    next_step_ = plan_.initial_state().step() + 1;
-    return absl::OkStatus();
+    return Serve(metrics);
   }
 
   // A manifest, or one that bears the error: a step that cannot be made is the coordinator's to judge.
@@ -76,6 +83,12 @@ class DataPlan {
   const Plan& plan() const { return plan_; }
 
  private:
+  absl::Status Serve(const DataloaderMetrics& metrics) {
+    service_->SetPlan(plan_, metrics);
+    next_step_ = plan_.initial_state().step() + 1;
+    return absl::OkStatus();
+  }
+
   absl::Status PrepareTraining(const PrepareStep& request, PublishManifest& published) {
     if (request.step() != next_step_) {
       return absl::FailedPreconditionError(

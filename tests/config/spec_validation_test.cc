@@ -37,9 +37,67 @@ TEST(SpecValidation, AnEmptySpecNamesEveryRequiredField) {
                                   "optimizer.learning_rate"));
 }
 
+TEST(SpecValidation, ARecordedBatchTakesThePlaceOfSamples) {
+  const auto recorded = [](TrainingRunSpec& s) {
+    s.mutable_data()->clear_train();
+    s.mutable_data()->clear_tokenizer();
+    s.mutable_pipeline()->clear_microbatch_tokens();
+    s.mutable_data()->set_batches("/recordings/io.safetensors");
+    s.mutable_data()->set_batch_case("padded");
+  };
+  EXPECT_THAT(WrongFields(recorded), IsEmpty());
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                recorded(s);
+                s.mutable_data()->add_train("a.tar");
+              }),
+              ElementsAre("data.batches"));
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                recorded(s);
+                s.mutable_data()->clear_batch_case();
+              }),
+              ElementsAre("data.batch_case"));
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                recorded(s);
+                s.mutable_data()->set_batches("");
+              }),
+              ElementsAre("data.batches"));
+  // Answers are text.
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                recorded(s);
+                auto* set = s.mutable_eval()->add_sets();
+                set->set_name("held-out");
+                set->add_files("a.tar");
+              }),
+              ElementsAre("eval.sets"));
+  EXPECT_THAT(WrongFields([](auto& s) { s.mutable_data()->set_batch_case("padded"); }), ElementsAre("data.batch_case"));
+}
+
 TEST(SpecValidation, TheModelIsExactlyOne) {
   EXPECT_THAT(WrongFields([](auto& s) { s.mutable_model()->set_flavor("kimi-vl-a3b"); }), ElementsAre("model"));
   EXPECT_THAT(WrongFields([](auto& s) { s.mutable_model()->set_config(""); }), ElementsAre("model.config"));
+}
+
+TEST(SpecValidation, OnlyTheWeightsOfAFolderCanBeKeptQuantised) {
+  EXPECT_THAT(WrongFields([](auto& s) { s.mutable_model()->set_keep_quantised(true); }), ElementsAre("model.keep_quantised"));
+  EXPECT_THAT(WrongFields([](auto& s) {
+                s.mutable_model()->clear_config();
+                s.mutable_model()->set_path("folder");
+                s.mutable_model()->set_keep_quantised(true);
+              }),
+              IsEmpty());
+}
+
+TEST(SpecValidation, AFlavorIsKnown) {
+  const auto only_flavor = [](auto& s) {
+    s.mutable_model()->clear_config();
+    s.mutable_model()->set_flavor("Kimi_VL_A3B");
+  };
+  EXPECT_THAT(WrongFields(only_flavor), IsEmpty());
+  EXPECT_THAT(WrongFields([&](auto& s) {
+                only_flavor(s);
+                s.mutable_model()->set_flavor("kimi-vl-a4b");
+              }),
+              ElementsAre("model.flavor"));
 }
 
 TEST(SpecValidation, NamesAreKnown) {
@@ -57,6 +115,8 @@ TEST(SpecValidation, CountsAreAtLeastOne) {
       WrongFields([](auto& s) {
         s.mutable_data()->set_packing_window(0);
         s.mutable_data()->set_max_patches(0);
+        s.mutable_data()->set_random_rotation_degrees(-1);
+        s.mutable_data()->set_random_scale(-0.5);
         s.mutable_pipeline()->set_stages(0);
         s.mutable_pipeline()->set_microbatches(0);
         s.mutable_pipeline()->set_microbatch_tokens(1);
@@ -67,7 +127,7 @@ TEST(SpecValidation, CountsAreAtLeastOne) {
         s.mutable_runtime()->set_compute_threads(0);
         s.mutable_runtime()->set_max_edge_message_bytes(0);
       }),
-      UnorderedElementsAre("data.packing_window", "data.max_patches", "pipeline.stages", "pipeline.microbatches",
+      UnorderedElementsAre("data.packing_window", "data.max_patches", "data.random_rotation_degrees", "data.random_scale", "pipeline.stages", "pipeline.microbatches",
                            "pipeline.microbatch_tokens", "train.steps", "train.gradient_groups", "checkpoint.keep_last",
                            "eval.max_answer_tokens", "runtime.compute_threads", "runtime.max_edge_message_bytes"));
 }

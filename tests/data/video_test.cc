@@ -3,7 +3,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "moonpipe/data/microbatch.h"
-#include "moonpipe/data/picture_shift.h"
+#include "moonpipe/data/picture_warp.h"
 #include "moonpipe/data/skip.h"
 
 namespace moonpipe {
@@ -91,7 +91,7 @@ TEST(ProcessFrames, MakesClipsOfUpToFourFramesWithTheTimeOfTheFirst) {
   // The manifest carries the frames, and the positions do not grow with them.
   const std::vector<int32_t> ids = {1}, labels = {-100};
   Step step;
-  AppendMicrobatch({Document{0, &ids, &labels, {&(*clips)[0].patches, &(*clips)[1].patches}}}, 2, step);
+  AppendMicrobatch({Document{0, &ids, &labels, {&(*clips)[0].patches, &(*clips)[1].patches}}}, 2, -100, step);
   const auto& manifest = step.manifest.microbatches(0);
   EXPECT_EQ(manifest.grids(0).frames(), 4u);
   EXPECT_EQ(manifest.grids(1).frames(), 2u);
@@ -118,7 +118,7 @@ TEST(ProcessFrames, RefusesFramesOfSeveralSizesAndModelsWithoutVideo) {
   EXPECT_THAT(ProcessFrames({Frame(28, 28, 1)}, {0, 1}, VideoRule()).status().message(), HasSubstr("1 frames with 2 times"));
 }
 
-TEST(ShiftPicture, MovesEveryFrameOfAClipAndBlocksAsRasters) {
+TEST(WarpPicture, MovesEveryFrameOfAClipAndBlocksAsRasters) {
   PictureRule rule = VideoRule();
   RgbImage image = Frame(56, 56, 0);
   for (size_t i = 0; i < image.pixels.size(); ++i) image.pixels[i] = static_cast<uint8_t>(i * 31 >> 3);
@@ -132,7 +132,7 @@ TEST(ShiftPicture, MovesEveryFrameOfAClipAndBlocksAsRasters) {
         for (size_t c = 0; c < 3; ++c) moved.pixels[(y * 56 + x) * 3 + c] = image.pixels[((y + 5) * 56 + x - 3) * 3 + c];
       }
     }
-    const PicturePatches shifted = ShiftPicture((*clip)[0].patches, {.right = 3, .down = -5}, rule);
+    const PicturePatches shifted = WarpPicture((*clip)[0].patches, {.right = 3, .down = -5, .source = {65536, 0, 0, 65536}}, rule);
     EXPECT_EQ(shifted.frames, 2u);
     EXPECT_EQ(shifted.patches, (*ProcessFrames({moved, moved}, {0, 1}, rule))[0].patches.patches);
   }

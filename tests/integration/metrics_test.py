@@ -179,6 +179,16 @@ class Metrics(Case):
         pages = [parse(page) for page in self.pages().values()]
         lines = self.training.lines()
         self.assertEqual(total(pages, "moonpipe_train_model_flops_total"), sum(line["model_flops"] for line in lines))
+        # Two parts, each counted by who owns it.
+        parts = {}
+        for _, _, samples in pages:
+            for (name, labels), value in samples.items():
+                if name == "moonpipe_train_model_flops_total":
+                    labels = dict(labels)
+                    parts.setdefault(labels["part"], {})[labels["stage"]] = value
+        self.assertEqual({part: sorted(stages) for part, stages in parts.items()}, {"decoder": ["0", "1"], "vision": ["vision"]})
+        for part, stages in parts.items():
+            self.assertTrue(all(value > 0 for value in stages.values()), (part, stages))
         self.assertEqual(total(pages, "moonpipe_train_images_total"), sum(line["images"] for line in lines))
         self.assertEqual(total(pages, "moonpipe_train_samples_total"), sum(line["samples"] for line in lines))
         # Every microbatch passed both stages once.

@@ -62,8 +62,9 @@ void TouchEverything(MetricsRegistry* registry) {
   for (const char* stage : {"vision", "0"}) {
     WorkerMetrics worker(registry, "digits", stage, stage[0] == 'v' ? "vision" : "decoder", "cpu");
     worker.device_peak.Set(5e10);
-    worker.model_flops.Add(1e9);
-    worker.model_flops.Add(std::numeric_limits<double>::quiet_NaN());
+    const CounterHandle flops = worker.model_flops(stage[0] == 'v' ? "vision" : "decoder");
+    flops.Add(1e9);
+    flops.Add(std::numeric_limits<double>::quiet_NaN());
     for (const MemoryKind kind : {MemoryKind::kAllocated, MemoryKind::kReserved, MemoryKind::kPeak})
       worker.SetMemory(kind, 1e6);
     worker.expert_load_max_ratio.Set(1.5);

@@ -78,6 +78,18 @@ TEST(RoleMetrics, ThePeakIsAbsentUntilItIsKnown) {
       HasSubstr("moonpipe_train_device_peak_flops_per_second{role=\"decoder\",run=\"r\",stage=\"0\"} 50000000000"));
 }
 
+TEST(RoleMetrics, FlopsAreOneSeriesAPart) {
+  MetricsRegistry registry;
+  const WorkerMetrics worker(&registry, "r", "0", "decoder-stage", "cpu");
+  EXPECT_THAT(registry.Serialize(), Not(HasSubstr("moonpipe_train_model_flops_total{")));
+  worker.model_flops("decoder").Add(3);
+  worker.model_flops("vision").Add(2);
+  EXPECT_THAT(registry.Serialize(),
+              HasSubstr("moonpipe_train_model_flops_total{part=\"decoder\",role=\"decoder-stage\",run=\"r\",stage=\"0\"} 3\n"));
+  EXPECT_THAT(registry.Serialize(),
+              HasSubstr("moonpipe_train_model_flops_total{part=\"vision\",role=\"decoder-stage\",run=\"r\",stage=\"0\"} 2\n"));
+}
+
 TEST(RoleMetrics, PhasesAreSeconds) {
   MetricsRegistry registry;
   const WorkerMetrics worker(&registry, "r", "1", "decoder", "cpu");

@@ -5,6 +5,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "moonpipe/model/label_shift.h"
 #include "moonpipe/model/loss.h"
 #include "tests/model/fixture.h"
 
@@ -164,6 +165,101 @@ TEST_F(PartsTest, RowsThatDoNotAddUpAreRefusedWithBothNumbers) {
   EXPECT_THAT(error_of([&] { decoder.Forward({ids, {10}, torch::zeros({2, 64})}); }), HasSubstr("2 feature rows, but the tokens have 0"));
   EXPECT_THAT(error_of([&] { tower.Forward(torch::zeros({15, 3, 14, 14}), {{1, 4, 4}}); }), HasSubstr("16 patches"));
   EXPECT_THAT(error_of([&] { tower.Forward(torch::zeros({12, 3, 14, 14}), {{1, 3, 4}}); }), HasSubstr("multiples of 2 and 2"));
+  // This tower has no positions in time.
+  EXPECT_THAT(error_of([&] { tower.Forward(torch::zeros({32, 3, 14, 14}), {{2, 4, 4}}); }), HasSubstr("2 frames, this tower takes 1"));
+}
+
+TEST_F(PartsTest, TheHeadMultipliesOnlyTheRowsThatAreKept) {
+  ParameterStore store = fixture_.Load();
+  DecoderPart decoder(store);
+  const FixtureCase input = fixture_.Case("text_only");
+  const torch::NoGradGuard no_grad;
+  DecoderInput whole;
+  whole.tokens_or_hidden = input.ids_T;
+  whole.document_lengths = input.document_lengths;
+  whole.last_hidden = true;
+  const DecoderOutput all = decoder.Forward(whole);
+  ASSERT_EQ(all.hidden_or_logits.size(0), input.ids_T.size(0));
+  ASSERT_EQ(all.last_hidden_TH.size(0), input.ids_T.size(0));
+  EXPECT_TRUE(torch::allclose(torch::mm(all.last_hidden_TH, store.HeadWeight().t()), all.hidden_or_logits, 1e-5, 1e-5));
+  // What the head gave is shown: with fewer rows it multiplied fewer.
+  int64_t multiplied = 0;
+  decoder.set_observer([&](const std::string& name, const Tensor& value) {
+    if (name == "logits") multiplied = value.size(0);
+  });
+  DecoderInput last = whole;
+  last.last_hidden = false;
+  last.logits_to_keep = 2;
+  std::vector<int64_t> rows;
+  int64_t end = 0;
+  for (const int64_t length : input.document_lengths) {
+    end += length;
+    rows.insert(rows.end(), {end - 2, end - 1});
+  }
+  const DecoderOutput two = decoder.Forward(last);
+  EXPECT_EQ(multiplied, static_cast<int64_t>(rows.size()));
+  EXPECT_FALSE(two.last_hidden_TH.defined());
+  EXPECT_TRUE(torch::allclose(two.hidden_or_logits, all.hidden_or_logits.index_select(0, torch::tensor(rows, torch::kLong)), 1e-5, 1e-5));
+  DecoderInput chosen = whole;
+  chosen.logit_rows = torch::tensor({7, 0, 3}, torch::kLong);
+  EXPECT_TRUE(torch::allclose(decoder.Forward(chosen).hidden_or_logits, all.hidden_or_logits.index_select(0, chosen.logit_rows), 1e-5, 1e-5));
+  EXPECT_EQ(multiplied, 3);
+}
+
+TEST_F(PartsTest, InputEmbeddingsStandForTokens) {
+  ParameterStore store = fixture_.Load();
+  DecoderPart decoder(store);
+  const FixtureCase input = fixture_.Case("text_only");
+  const torch::NoGradGuard no_grad;
+  DecoderInput tokens, embeddings;
+  tokens.tokens_or_hidden = input.ids_T;
+  tokens.document_lengths = embeddings.document_lengths = input.document_lengths;
+  embeddings.embeddings_TH = store.Get(store.decoder_prefix() + "embed_tokens.weight").index_select(0, input.ids_T);
+  EXPECT_TRUE(torch::equal(decoder.Forward(embeddings).hidden_or_logits, decoder.Forward(tokens).hidden_or_logits));
+  embeddings.tokens_or_hidden = input.ids_T;
+  EXPECT_THROW(decoder.Forward(embeddings), c10::Error);
+}
+
+TEST_F(PartsTest, TextAloneLeavesTheEmbeddingsAsTheyAre) {
+  ParameterStore store = fixture_.Load();
+  DecoderPart decoder(store);
+  const FixtureCase input = fixture_.Case("text_only");
+  Tensor seen;
+  decoder.set_observer([&](const std::string& name, const Tensor& value) {
+    if (name == "inputs_embeds") seen = value;
+  });
+  decoder.Forward({input.ids_T, input.document_lengths, {}});
+  EXPECT_TRUE(torch::equal(seen, store.Get(store.decoder_prefix() + "embed_tokens.weight").index_select(0, input.ids_T)));
+}
+
+TEST_F(PartsTest, PinnedRoutingReplacesTheRoutersChoices) {
+  ParameterStore store = fixture_.Load();
+  DecoderPart decoder(store);
+  const FixtureCase input = fixture_.Case("text_only");
+  const torch::NoGradGuard no_grad;
+  const int64_t tokens = input.ids_T.size(0), chosen = fixture_.config().text.num_experts_per_tok;
+  const DecoderInput given{input.ids_T, input.document_lengths, {}};
+  const DecoderOutput free = decoder.Forward(given);
+  decoder.PinRouting(2, torch::arange(chosen, torch::kLong).unsqueeze(0).expand({tokens, chosen}));
+  const DecoderOutput pinned = decoder.Forward(given);
+  for (const ExpertLoad& load : pinned.loads) {
+    if (load.layer == 2) {
+      EXPECT_EQ(load.counts_E.narrow(0, 0, chosen).sum().item<int64_t>(), tokens * chosen);
+    }
+  }
+  EXPECT_FALSE(torch::equal(free.hidden_or_logits, pinned.hidden_or_logits));
+  decoder.PinRouting(2, {});
+  EXPECT_TRUE(torch::equal(free.hidden_or_logits, decoder.Forward(given).hidden_or_logits));
+  decoder.PinRouting(2, torch::zeros({tokens - 1, chosen}, torch::kLong));
+  EXPECT_THROW(decoder.Forward(given), c10::Error);
+}
+
+TEST_F(PartsTest, LabelsAreShiftedWithinTheirDocuments) {
+  const Tensor labels = torch::tensor({1, 2, -100, 4, 5, 6}, torch::kLong);
+  EXPECT_TRUE(torch::equal(ShiftLabels(labels, {3, 3}, -100), torch::tensor({2, -100, -100, 5, 6, -100}, torch::kLong)));
+  EXPECT_TRUE(torch::equal(ShiftLabels(labels, {6}, 5), torch::tensor({2, -100, 4, -100, 6, -100}, torch::kLong)));
+  EXPECT_TRUE(torch::equal(ShiftLabels(labels, {1, 5}, -100), torch::tensor({-100, -100, 4, 5, 6, -100}, torch::kLong)));
+  EXPECT_THROW(ShiftLabels(labels, {5}, -100), c10::Error);
 }
 
 TEST_F(PartsTest, TheBiasOfALayerMovesByItsLoads) {

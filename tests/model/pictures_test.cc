@@ -133,7 +133,9 @@ void RunTwoPhotographs(int64_t layers) {
 
 TEST_F(PicturesTest, TwoPhotographsFillTheTemplatesPositionsAtFullWidth) { RunTwoPhotographs(2); }
 
-TEST_F(PicturesTest, LongTwoPhotographsGoThroughTheWholeTowerOfK25) { RunTwoPhotographs(27); }
+class FullTowerLongTest : public PicturesTest {};
+
+TEST_F(FullTowerLongTest, TwoPhotographsGoThroughTheWholeTowerOfK25) { RunTwoPhotographs(27); }
 
 TEST_F(PicturesTest, AClipHasAsManyFeaturesAsOneFrame) {
   Tower clips(Config("kimi_k2_5"));

@@ -79,6 +79,7 @@ class StepProvider : public MicrobatchProvider {
       return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(values[0]));
     };
     if (view == data::v1::MICROBATCH_VIEW_PIXELS) return bytes(from.patches);
+    if (view == data::v1::MICROBATCH_VIEW_EMBEDDINGS) return bytes(from.embeddings);
     return bytes(view == data::v1::MICROBATCH_VIEW_TOKENS ? from.token_ids : from.labels);
   }
 
@@ -463,7 +464,7 @@ void AddColouredMicrobatch(uint32_t columns, size_t channel, Step& step) {
   microbatch.token_ids.assign(rows, 421);
   for (const int32_t id : {7, 300, 12, 45, 90}) microbatch.token_ids.push_back(id);
   microbatch.labels.assign(microbatch.token_ids.size(), -100);
-  for (size_t i = rows; i + 1 < microbatch.labels.size(); ++i) microbatch.labels[i] = microbatch.token_ids[i + 1];
+  for (size_t i = rows + 1; i < microbatch.labels.size(); ++i) microbatch.labels[i] = microbatch.token_ids[i];
   if (columns > 0) {
     auto* grid = manifest->add_grids();
     grid->set_frames(1);
@@ -528,6 +529,116 @@ TEST(StageExecutorTest, PicturesStayWithTheirMicrobatch) {
     }
     EXPECT_GE(compared, sums.size());
   }
+}
+
+// The digits with the pictures of a microbatch masked: their placeholders leave the sequence.
+Step MaskPictures(Step step, uint32_t index) {
+  auto& manifest = *step.manifest.mutable_microbatches(static_cast<int>(index));
+  Microbatch& microbatch = step.microbatches[index];
+  Microbatch kept = microbatch;
+  kept.token_ids.clear();
+  kept.labels.clear();
+  size_t begin = 0;
+  std::vector<uint32_t> lengths;
+  for (const uint32_t length : manifest.document_lengths()) {
+    uint32_t left = 0;
+    for (size_t i = begin; i < begin + length; ++i) {
+      if (microbatch.token_ids[i] == 421) continue;
+      kept.token_ids.push_back(microbatch.token_ids[i]);
+      kept.labels.push_back(microbatch.labels[i]);
+      ++left;
+    }
+    lengths.push_back(left);
+    begin += length;
+  }
+  microbatch = kept;
+  manifest.mutable_document_lengths()->Assign(lengths.begin(), lengths.end());
+  manifest.set_tokens(static_cast<uint32_t>(kept.token_ids.size()));
+  auto* span = manifest.add_masked_features();
+  span->set_begin(0);
+  span->set_end(manifest.feature_rows());
+  return step;
+}
+
+TEST(StageExecutorTest, AMaskedPictureIsEncodedAndLeavesVisionGradientsOfExactlyZero) {
+  Step step = DigitsStep();
+  for (const uint32_t index : {0U, 1U, 3U}) step = MaskPictures(step, index);
+  // The same text without any picture at all.
+  Step text = step;
+  for (auto& manifest : *text.manifest.mutable_microbatches()) {
+    manifest.clear_grids();
+    manifest.clear_feature_rows();
+    manifest.clear_masked_features();
+  }
+  for (const int stages : {1, 2}) {
+    Workers masked({.stages = stages, .vision_in_first_stage = false}, step), without({.stages = stages, .vision_in_first_stage = false}, text);
+    ASSERT_TRUE(masked.Run().ok());
+    ASSERT_TRUE(without.Run().ok());
+    EXPECT_EQ(masked.Losses(), without.Losses());
+    // It went through the tower: the features were sent.
+    EXPECT_GT(masked.report(0).edges(0).payload_bytes(), 0U);
+    EXPECT_EQ(without.report(0).edges(0).payload_bytes(), 0U);
+    const auto a = masked.Gradients(), b = without.Gradients();
+    for (const auto& [name, bytes] : b) {
+      if (name.find("language_model") == 0) {
+        EXPECT_EQ(a.at(name), bytes) << name;
+      }
+    }
+    // Exactly zero, whatever its sign.
+    int vision = 0;
+    for (const TensorSpec& spec : masked.store(0).specs()) {
+      if (!spec.trainable) continue;
+      EXPECT_EQ(masked.store(0).PublishedGradient(spec.name).abs().max().item<float>(), 0) << spec.name;
+      ++vision;
+    }
+    EXPECT_GT(vision, 20);
+    const auto& counts = masked.report(masked.size() - 1).expert_counts();
+    ASSERT_GT(counts.size(), 0);
+    uint64_t routed = 0, tokens = 0;
+    for (const uint64_t count : counts.rbegin()->counts()) routed += count;
+    for (const auto& manifest : step.manifest.microbatches()) tokens += manifest.tokens();
+    EXPECT_EQ(routed % tokens, 0U) << "every token that is left goes to the same number of experts, and no other token does";
+    EXPECT_EQ(routed, tokens * static_cast<uint64_t>(Config().text.num_experts_per_tok));
+  }
+}
+
+TEST(StageExecutorTest, AStepMayStartFromEmbeddings) {
+  // The text's own embeddings, handed in, give the text's losses.
+  Step text = DigitsStep();
+  for (const uint32_t index : {0U, 1U, 3U}) text = MaskPictures(text, index);
+  for (auto& manifest : *text.manifest.mutable_microbatches()) {
+    manifest.clear_grids();
+    manifest.clear_feature_rows();
+    manifest.clear_masked_features();
+  }
+  Workers tokens({.stages = 2}, text);
+  ASSERT_TRUE(tokens.Run().ok());
+  Step embeddings = text;
+  const torch::Tensor table = tokens.store(0).PublishedValue(tokens.store(0).decoder_prefix() + "embed_tokens.weight").detach().contiguous();
+  const int64_t hidden = table.size(1);
+  for (size_t i = 0; i < embeddings.microbatches.size(); ++i) {
+    Microbatch& microbatch = embeddings.microbatches[i];
+    for (const int32_t id : microbatch.token_ids) {
+      const float* row = table.const_data_ptr<float>() + id * hidden;
+      microbatch.embeddings.insert(microbatch.embeddings.end(), row, row + hidden);
+    }
+    microbatch.token_ids.clear();
+    embeddings.manifest.mutable_microbatches(static_cast<int>(i))->set_has_embeddings(true);
+  }
+  Workers started({.stages = 2}, embeddings);
+  ASSERT_TRUE(started.Run().ok());
+  EXPECT_EQ(started.Losses(), tokens.Losses());
+  EXPECT_EQ(started.store(0).PublishedGradient(tokens.store(0).decoder_prefix() + "embed_tokens.weight").abs().max().item<float>(), 0);
+}
+
+TEST(StageExecutorTest, LabelsThatAreNotThoseOfTheManifestAreRefusedWithBothNumbers) {
+  Step step = DigitsStep();
+  // One label less than announced.
+  std::vector<int32_t>& labels = step.microbatches[1].labels;
+  *std::find_if(labels.begin(), labels.end(), [](int32_t label) { return label != -100; }) = -100;
+  const uint32_t announced = step.manifest.microbatches(1).trained_labels();
+  Workers workers({.stages = 1}, step);
+  EXPECT_THAT(std::string(workers.Run().message()), AllOf(HasSubstr(absl::StrCat("trains ", announced - 1, " labels")), HasSubstr(absl::StrCat("announces ", announced))));
 }
 
 TEST(StageExecutorTest, AWrongHeaderEndsTheStepWithBothHeadersAndTheActionThatMetIt) {

@@ -75,8 +75,11 @@ TEST(CheckCreateRequestTest, RefusesWhatTheModelDoesNotAllow) {
 
   spec = DigitsSpec();
   spec.mutable_model()->clear_config();
-  spec.mutable_model()->set_flavor("kimi-vl-a3b");
+  spec.mutable_model()->set_flavor("kimi-vl-a4b");
   EXPECT_EQ(ViolationOf(RequestOf(spec)).first, "spec.model.flavor");
+  spec.mutable_model()->set_flavor("Debug_Kimi.VL");
+  TrainingRunSpec resolved;
+  EXPECT_TRUE(CheckCreateRequest(RequestOf(spec), &resolved).ok());
 }
 
 TEST(CheckCreateRequestTest, NamesEveryBadFieldAtOnce) {

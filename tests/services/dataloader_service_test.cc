@@ -34,6 +34,7 @@ std::shared_ptr<const Step> StepOf(uint64_t number, size_t patch_bytes = 0) {
   microbatch.labels = {2, -100, 3};
   microbatch.patches.resize(patch_bytes);
   std::iota(microbatch.patches.begin(), microbatch.patches.end(), uint8_t{0});
+  microbatch.embeddings = {1.5F, -2.0F};
   step->microbatches = {microbatch, Microbatch()};
   return step;
 }
@@ -49,6 +50,7 @@ worker::v1::Plan PlanOf(uint64_t generation) {
   };
   grant(1, "encoder", MICROBATCH_VIEW_PIXELS);
   grant(2, "first stage", MICROBATCH_VIEW_TOKENS);
+  plan.mutable_grants(plan.grants_size() - 1)->add_views(data::v1::MICROBATCH_VIEW_EMBEDDINGS);
   grant(3, "last stage", MICROBATCH_VIEW_LABELS);
   return plan;
 }
@@ -115,6 +117,9 @@ TEST_F(DataloaderServiceTest, ServesEachViewToTheWorkerWhosePlanNeedsIt) {
   EXPECT_EQ(*Fetch(RequestOf("first stage", MICROBATCH_VIEW_TOKENS)), BytesOf({1, 2, 7}));
   EXPECT_EQ(*Fetch(RequestOf("last stage", MICROBATCH_VIEW_LABELS)), BytesOf({2, -100, 3}));
   EXPECT_EQ(*Fetch(RequestOf("encoder", MICROBATCH_VIEW_PIXELS)), std::string("\0\1\2\3\4", 5));
+  const absl::StatusOr<std::string> embeddings = Fetch(RequestOf("first stage", data::v1::MICROBATCH_VIEW_EMBEDDINGS));
+  const float expected[] = {1.5F, -2.0F};
+  EXPECT_EQ(*embeddings, std::string(reinterpret_cast<const char*>(expected), sizeof(expected)));
 }
 
 TEST_F(DataloaderServiceTest, NobodyGetsAViewThatItsPlanDoesNotNeed) {

@@ -262,6 +262,34 @@ TEST(RunStepBuilderTest, EveryWorkerSeesItsViewOfTheManifestAndItsActions) {
   EXPECT_EQ(last.actions(last.actions_size() - 1), "1RP");
 }
 
+TEST(RunStepBuilderTest, WhatAPictureOrAnEmbeddingIsGoesToWhoNeedsIt) {
+  data::v1::StepManifest manifest = Manifest();
+  manifest.mutable_microbatches(1)->set_pixel_type(data::v1::PIXEL_TYPE_F32);
+  manifest.mutable_microbatches(1)->add_masked_features()->set_end(2);
+  manifest.mutable_microbatches(0)->set_has_embeddings(true);
+  auto steps = MakeRunSteps(*BuildPlan(Inputs(2)), manifest);
+  ASSERT_TRUE(steps.ok()) << steps.status();
+  const auto& encoder = steps->at(1).manifest();
+  const auto& first = steps->at(3).manifest();
+  const auto& last = steps->at(2).manifest();
+  EXPECT_EQ(encoder.microbatches(1).pixel_type(), data::v1::PIXEL_TYPE_F32);
+  EXPECT_EQ(encoder.microbatches(1).masked_features_size(), 0);
+  EXPECT_EQ(first.microbatches(1).masked_features_size(), 1);
+  EXPECT_EQ(last.microbatches(1).masked_features_size(), 0);
+  EXPECT_TRUE(first.microbatches(0).has_embeddings());
+  EXPECT_FALSE(last.microbatches(0).has_embeddings());
+}
+
+TEST(PlanBuilderTest, EmbeddingsOfARecordedBatchAreTheFirstStagesAlone) {
+  PlanInputs inputs = Inputs(2);
+  inputs.spec.mutable_data()->set_batches("io.safetensors");
+  const ClusterPlan plan = *BuildPlan(inputs);
+  for (const worker::v1::DataGrant& grant : plan.plans.at(plan.dataloader).grants()) {
+    const bool embeddings = std::find(grant.views().begin(), grant.views().end(), data::v1::MICROBATCH_VIEW_EMBEDDINGS) != grant.views().end();
+    EXPECT_EQ(embeddings, grant.worker() == plan.stages[0]);
+  }
+}
+
 TEST(RunStepBuilderTest, DecodingGoesForwardOverAnyNumberOfMicrobatches) {
   const ClusterPlan plan = *BuildPlan(Inputs(2));
   auto steps = MakeRunSteps(plan, Manifest(), /*decode=*/true, /*zero_features=*/true);

@@ -101,16 +101,15 @@ TEST(FlopsTest, TheDecoderCountsRealTokensAndUsedExperts) {
   EXPECT_EQ(ActiveLayerWeights(model.text, 1), attention + 512 + 18432);
   const int64_t all = 4 * attention + 24576 + 3 * (512 + 18432) + 320 * 64;
   EXPECT_EQ(ActiveDecoderWeights(model.text), all);
-  const double pairs = 64.0 * 64.0 / 2;
-  EXPECT_EQ(CountTrainingFlops(model, Job({64})).decoder,
-            6.0 * static_cast<double>(all) * 64 + 3 * 2 * 4 * 4 * (12 + 8) * pairs);
+  const int64_t pairs = 64 * 64 / 2;
+  EXPECT_EQ(CountTrainingFlops(model, Job({64})).decoder, 6 * all * 64 + 3 * 2 * 4 * 4 * (12 + 8) * pairs);
 }
 
 TEST(FlopsTest, PackedDocumentsDoNotAttendToOneAnother) {
   const ModelConfig model = SmallModel();
-  const double one = CountTrainingFlops(model, Job({64})).decoder;
-  const double two = CountTrainingFlops(model, Job({32, 32})).decoder;
-  EXPECT_EQ(one - two, 3.0 * 2 * 4 * 4 * 20 * (64 * 64 - 2 * 32 * 32) / 2);
+  const absl::int128 one = CountTrainingFlops(model, Job({64})).decoder;
+  const absl::int128 two = CountTrainingFlops(model, Job({32, 32})).decoder;
+  EXPECT_EQ(one - two, 3 * 2 * 4 * 4 * 20 * (64 * 64 - 2 * 32 * 32) / 2);
 }
 
 TEST(FlopsTest, ALongerTextLeavesTheVisionPartUnchanged) {
@@ -137,6 +136,54 @@ TEST(FlopsTest, AFrozenPartCountsAThirdOrTwoThirdsByWhatIsTrainedAheadOfIt) {
             trained.decoder);
 }
 
+TEST(FlopsTest, AFrozenLayerPassesGradientsOnlyWhereSomethingAheadOfItIsTrained) {
+  const ModelConfig model = SmallModel();
+  const auto job = Job({64});
+  const auto layer = [&](int64_t i, const FrozenParts& frozen) {
+    return CountTrainingFlops(model, PartRange{i, i + 1, false, false, false}, job, frozen).decoder;
+  };
+  const FrozenParts none;
+  // Tower, projector, embedding and the first two layers stand still: these do a forward, the third both gradients.
+  FrozenParts first_two{.vision = true, .projector = true, .embedding = true, .layers = {true, true, false, false}};
+  EXPECT_EQ(3 * layer(0, first_two), layer(0, none));
+  EXPECT_EQ(3 * layer(1, first_two), layer(1, none));
+  EXPECT_EQ(layer(2, first_two), layer(2, none));
+  // With a trained embedding they pass its gradient on.
+  first_two.embedding = false;
+  EXPECT_EQ(3 * layer(1, first_two), 2 * layer(1, none));
+  // A frozen head behind trained layers passes theirs on.
+  const PartRange head{4, 4, false, true, false};
+  EXPECT_EQ(3 * CountTrainingFlops(model, head, job, {.head = true}).decoder, 2 * CountTrainingFlops(model, head, job).decoder);
+}
+
+TEST(FlopsTest, PartsThatMoveAreFoundFromTheTensors) {
+  const ModelConfig model = SmallModel();
+  const std::vector<TensorSpec> tensors = ListTensors(model);
+  std::vector<bool> moves;
+  for (const TensorSpec& tensor : tensors) moves.push_back(tensor.trainable && (tensor.layer == 2 || tensor.part == ModelPartKind::kProjector));
+  const FrozenParts frozen = FindFrozenParts(model, tensors, moves);
+  EXPECT_TRUE(frozen.vision);
+  EXPECT_FALSE(frozen.projector);
+  EXPECT_FALSE(frozen.decoder);
+  EXPECT_TRUE(frozen.embedding);
+  EXPECT_TRUE(frozen.head);
+  EXPECT_EQ(frozen.layers, std::vector<bool>({true, true, false, true}));
+}
+
+TEST(FlopsTest, PartsOfAModelAddUpToItExactly) {
+  const ModelConfig model = KimiVl();
+  // Beyond 2^53: 64 microbatches of 32,768 tokens.
+  data::v1::StepManifest step;
+  for (int i = 0; i < 64; ++i) step.MergeFrom(Job({32767, 1}, 62, 34));
+  const absl::int128 whole = CountTrainingFlops(model, step).total();
+  EXPECT_GT(whole, absl::int128(1) << 53);
+  absl::int128 sum = CountTrainingFlops(model, PartRange{0, 0, false, false, true}, step).total();
+  for (const PartRange& part : {PartRange{0, 5, true, false, false}, PartRange{5, 6, false, false, false}, PartRange{6, 27, false, true, false}}) {
+    sum += CountTrainingFlops(model, part, step).total();
+  }
+  EXPECT_EQ(sum, whole);
+}
+
 TEST(FlopsTest, MicrobatchesAddUp) {
   const ModelConfig model = SmallModel();
   auto step = Job({64}, 4, 4);
@@ -149,7 +196,7 @@ TEST(FlopsTest, PublishedCountsOfKimiVlAreMet) {
   const ModelConfig model = KimiVl();
   EXPECT_EQ(VisionWeights(*model.vision), 411747840);
   EXPECT_EQ(2 * ProjectorWeights(model), 61341696);
-  EXPECT_EQ(CountTrainingFlops(model, Job({}, 32, 32)).vision, 3 * (2 * 411747840.0 * 1024 + 124416.0 * 1024 * 1024));
+  EXPECT_EQ(CountTrainingFlops(model, Job({}, 32, 32)).vision, 3 * (int64_t{2} * 411747840 * 1024 + int64_t{124416} * 1024 * 1024));
 }
 
 }  // namespace

@@ -45,8 +45,30 @@ TEST(MemoryTest, ActivationsGrowWithTokensAndWithLiveMicrobatches) {
   EXPECT_EQ(EstimateMemory(model, middle, {.microbatch_tokens = 32, .live_microbatches = 3}).activations_bytes,
             3 * once);
   const PartRange last{1, 3, false, true, false};
-  EXPECT_GE(EstimateMemory(model, last, {.microbatch_tokens = 32}).activations_bytes - once,
-            2 * 4 * 32 * model.text.vocab_size);
+  EXPECT_GE(EstimateMemory(model, last, {.microbatch_tokens = 32}).working_bytes, 2 * 4 * 32 * model.text.vocab_size);
+}
+
+TEST(MemoryTest, GradientGroupsAndTiedHeadsHaveGradientsOfTheirOwn) {
+  ModelConfig model = Model();
+  const PartRange all{0, model.text.num_hidden_layers, true, true, true};
+  const int64_t once = EstimateMemory(model, all, {.microbatch_tokens = 32}).gradients_bytes;
+  EXPECT_EQ(EstimateMemory(model, all, {.microbatch_tokens = 32, .gradient_groups = 3}).gradients_bytes, 3 * once);
+  model.text.tie_word_embeddings = true;
+  EXPECT_EQ(EstimateMemory(model, all, {.microbatch_tokens = 32}).gradients_bytes, once);
+}
+
+TEST(MemoryTest, DevicesOfAStageShareExpertsWidthsAndTokens) {
+  const ModelConfig model = Model();
+  const PartRange middle{1, 3, false, false, false};
+  const MemoryEstimate one = EstimateMemory(model, middle, {.microbatch_tokens = 32});
+  const MemoryEstimate context = EstimateMemory(model, middle, {.microbatch_tokens = 32, .parallel = {.context = 4}});
+  EXPECT_EQ(context.state_bytes(), one.state_bytes());
+  EXPECT_LT(context.activations_bytes, one.activations_bytes / 2);
+  int64_t routed = 0;
+  for (const TensorSpec& tensor : ListTensors(model, middle)) routed += tensor.expert >= 0 ? tensor.num_elements() : 0;
+  const MemoryEstimate expert = EstimateMemory(model, middle, {.microbatch_tokens = 32, .parallel = {.expert = 4}});
+  EXPECT_EQ(one.parameters - expert.parameters, routed / 4 * 3);
+  EXPECT_EQ(expert.activations_bytes, one.activations_bytes);
 }
 
 }  // namespace

@@ -44,6 +44,16 @@ TEST(ModelConfigTest, AKimiVlFileIsReadInWhole) {
   EXPECT_EQ(config->vision->init_pos_emb_time, 1);
 }
 
+TEST(ModelConfigTest, TheLabelOfUntrainedTokensIsTheFilesOwn) {
+  Json json = Recorded("kimi_vl_a3b");
+  json["ignore_index"] = -1;
+  EXPECT_EQ(ParseModelConfig(json.dump())->ignore_index, -1);
+  json.erase("ignore_index");
+  EXPECT_EQ(ParseModelConfig(json.dump())->ignore_index, -100);
+  json["ignore_index"] = "none";
+  EXPECT_THAT(ErrorOf(json), HasSubstr("ignore_index"));
+}
+
 TEST(ModelConfigTest, AMoonlightFileHasNoVision) {
   const absl::StatusOr<ModelConfig> config = ParseModelConfig(Recorded("moonlight").dump());
   ASSERT_TRUE(config.ok()) << config.status();
