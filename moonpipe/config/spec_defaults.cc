@@ -13,7 +13,11 @@ void ResolveDefaults(cluster::v1::TrainingRunSpec* spec) {
   using cluster::v1::LearningRateSchedule;
   using cluster::v1::VisionSpec;
 
-  DEFAULT_TO(spec->mutable_model(), keep_quantised, false);
+  auto* model = spec->mutable_model();
+  DEFAULT_TO(model, experts, "grouped");
+  DEFAULT_TO(model, attention, "fused");
+  DEFAULT_TO(model, norm_rounding, "before_weight");
+  DEFAULT_TO(model, keep_quantised, false);
 
   auto* data = spec->mutable_data();
   DEFAULT_TO(data, chat_template, "kimi-vl");
@@ -38,6 +42,10 @@ void ResolveDefaults(cluster::v1::TrainingRunSpec* spec) {
   DEFAULT_TO(train, max_grad_norm, 1.0);
   DEFAULT_TO(train, expert_bias_rate, 0.001);
   DEFAULT_TO(train, step_idle_parts, true);
+  DEFAULT_TO(train, expert_bias_rule, "sign");
+  DEFAULT_TO(train, balance_loss_weight, 0.0);
+  DEFAULT_TO(train, compute_type, "fp32");
+  DEFAULT_TO(train, recompute, "none");
 
   auto* optimizer = spec->mutable_optimizer();
   DEFAULT_TO(optimizer, beta1, 0.9);
@@ -51,6 +59,9 @@ void ResolveDefaults(cluster::v1::TrainingRunSpec* spec) {
   if (schedule->kind() == LearningRateSchedule::KIND_WSD) {
     DEFAULT_TO(schedule, decay_steps, std::max<uint64_t>(train->steps() / 5, 1));
   }
+  DEFAULT_TO(optimizer, kind, "adamw");
+  DEFAULT_TO(optimizer, momentum, 0.95);
+  DEFAULT_TO(optimizer, qk_clip_threshold, 0.0);
   for (auto& group : *optimizer->mutable_groups()) {
     DEFAULT_TO(&group, name, group.match());
     DEFAULT_TO(&group, frozen, false);

@@ -90,6 +90,9 @@ void CheckModel(const cluster::v1::ModelSpec& model, Violations* v) {
   if (model.has_flavor()) {
     if (const auto flavor = FindFlavor(model.flavor()); !flavor.ok()) v->Add("model.flavor", std::string(flavor.status().message()));
   }
+  v->OneOf("model.experts", model.experts(), {"grouped", "loop"});
+  v->OneOf("model.attention", model.attention(), {"fused", "explicit"});
+  v->OneOf("model.norm_rounding", model.norm_rounding(), {"before_weight", "after_weight"});
 }
 
 void CheckData(const cluster::v1::DataSpec& data, Violations* v) {
@@ -139,6 +142,10 @@ void CheckTrain(const cluster::v1::TrainSpec& train, const cluster::v1::Pipeline
   }
   v->NotNegative("train.max_grad_norm", train.max_grad_norm());
   v->NotNegative("train.expert_bias_rate", train.expert_bias_rate());
+  v->OneOf("train.expert_bias_rule", train.expert_bias_rule(), {"sign", "centred"});
+  v->NotNegative("train.balance_loss_weight", train.balance_loss_weight());
+  v->OneOf("train.recompute", train.recompute(), {"none"});
+  v->OneOf("train.compute_type", train.compute_type(), {"fp32", "bf16"});
 }
 
 void CheckSchedule(const LearningRateSchedule& schedule, uint64_t steps, Violations* v) {
@@ -170,6 +177,9 @@ void CheckOptimizer(const cluster::v1::OptimizerSpec& optimizer, uint64_t steps,
   moment("optimizer.beta2", optimizer.beta2());
   v->Positive("optimizer.epsilon", optimizer.epsilon());
   v->NotNegative("optimizer.weight_decay", optimizer.weight_decay());
+  v->OneOf("optimizer.kind", optimizer.kind(), {"adamw", "muon"});
+  moment("optimizer.momentum", optimizer.momentum());
+  v->NotNegative("optimizer.qk_clip_threshold", optimizer.qk_clip_threshold());
   CheckSchedule(optimizer.schedule(), steps, v);
   std::set<std::string> names;
   for (int i = 0; i < optimizer.groups_size(); ++i) {
@@ -181,9 +191,10 @@ void CheckOptimizer(const cluster::v1::OptimizerSpec& optimizer, uint64_t steps,
     }
     if (group.has_learning_rate()) v->NotNegative(path + ".learning_rate", group.learning_rate());
     if (group.has_weight_decay()) v->NotNegative(path + ".weight_decay", group.weight_decay());
-    if (group.frozen() && (group.has_learning_rate() || group.has_weight_decay())) {
+    if (group.has_kind()) v->OneOf(path + ".kind", group.kind(), {"adamw", "muon"});
+    if (group.frozen() && (group.has_learning_rate() || group.has_weight_decay() || group.has_kind())) {
       v->Add(path + ".frozen",
-             "is true, so learning_rate and weight_decay of the group have no effect; remove one or the other");
+             "is true, so learning_rate, weight_decay and kind of the group have no effect; remove one or the other");
     }
   }
 }

@@ -14,22 +14,33 @@
 
 namespace moonpipe {
 
+// What a forward does besides its output.
+struct LayerOptions {
+  bool largest_logits = false;  // records each head's largest attention logit
+  double balance_scale = 0;     // of the experts' auxiliary loss
+};
+struct LayerRecord {
+  ExpertRecord experts;            // left alone by dense layers
+  torch::Tensor largest_logits_N;  // fp32 [heads]; undefined unless asked for
+};
+
 class DecoderLayer {
  public:
   DecoderLayer(const ParameterStore& store, int64_t layer);
 
-  // `counts_E` is set by layers with experts and left alone by dense ones; it may be null.
-  torch::Tensor Forward(const torch::Tensor& hidden_TH, const SpanLayout& layout, const RotaryTable& rotary, torch::Tensor* counts_E,
-                        const TensorObserver& observer) const;
+  torch::Tensor Forward(const torch::Tensor& hidden_TH, const SpanLayout& layout, const RotaryTable& rotary, const LayerOptions& options,
+                        LayerRecord* record, const TensorObserver& observer) const;
 
   int64_t layer() const { return layer_; }
   bool has_experts() const { return experts_.has_value(); }
   const MixtureOfExperts& experts() const { return *experts_; }
   MixtureOfExperts& experts() { return *experts_; }
+  const LatentAttention& attention() const { return attention_; }
 
  private:
   int64_t layer_;
   double eps_;
+  NormRounding rounding_;
   torch::Tensor input_norm_;
   torch::Tensor post_attention_norm_;
   LatentAttention attention_;

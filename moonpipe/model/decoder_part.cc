@@ -33,6 +33,7 @@ Tensor RowsToKeep(const DecoderInput& input) {
 
 DecoderPart::DecoderPart(const ParameterStore& store)
     : config_(store.config().text),
+      compute_(store.compute()),
       media_token_(store.config().vision.has_value() ? store.config().media_placeholder_token_id : -1),
       device_(store.parameters().front().value.device()) {
   const PartRange& range = store.range();
@@ -48,7 +49,7 @@ Tensor DecoderPart::Embed(const DecoderInput& input) const {
   const Tensor& ids_T = input.tokens_or_hidden;
   TORCH_CHECK(ids_T.dim() == 1 && ids_T.scalar_type() == torch::kLong, "the part with the embedding takes token ids, int64 [T], but got ",
               ids_T.scalar_type(), " ", ids_T.sizes());
-  const Tensor embedded_TH = at::embedding(embedding_, ids_T);
+  const Tensor embedded_TH = at::embedding(embedding_, ids_T).to(compute_.dtype);
   if (media_token_ < 0) return embedded_TH;
   return ScatterMedia(embedded_TH, MediaPositions(ids_T, media_token_), input.features_MH);
 }
@@ -78,19 +79,21 @@ DecoderOutput DecoderPart::Forward(const DecoderInput& input) {
   const int64_t rows = from_embeddings ? input.embeddings_TH.size(0) : input.tokens_or_hidden.size(0);
   TORCH_CHECK(layout.num_rows() == rows && rows > 0, "documents of ", layout.num_rows(), " tokens in all, but the input has ", rows, " rows");
   const RotaryTable rotary = Rotary(input.document_lengths);
-  Tensor hidden_TH = from_embeddings ? input.embeddings_TH : embedding_.defined() ? Embed(input) : input.tokens_or_hidden;
+  // Edges carry fp32; a bf16 value passes unchanged.
+  Tensor hidden_TH = (from_embeddings ? input.embeddings_TH : embedding_.defined() ? Embed(input) : input.tokens_or_hidden).to(compute_.dtype);
   TORCH_CHECK(hidden_TH.dim() == 2 && hidden_TH.size(1) == config_.hidden_size, "hidden states must be [T, ", config_.hidden_size,
               "], got ", hidden_TH.sizes());
   if (observer_ && embedding_.defined()) observer_("inputs_embeds", hidden_TH);
 
   DecoderOutput output;
   for (const DecoderLayer& layer : layers_) {
-    Tensor counts_E;
-    hidden_TH = layer.Forward(hidden_TH, layout, rotary, &counts_E, observer_);
-    if (layer.has_experts()) output.loads.push_back({layer.layer(), counts_E});
+    LayerRecord record;
+    hidden_TH = layer.Forward(hidden_TH, layout, rotary, {input.largest_logits, input.balance_scale}, &record, observer_);
+    if (layer.has_experts()) output.loads.push_back({layer.layer(), record.experts.counts_E, record.experts.balance_loss});
+    if (record.largest_logits_N.defined()) output.logits.push_back({layer.layer(), record.largest_logits_N});
   }
   if (head_.defined()) {
-    const Tensor normed_TH = RmsNorm(hidden_TH, final_norm_, config_.rms_norm_eps);
+    const Tensor normed_TH = RmsNorm(hidden_TH, final_norm_, config_.rms_norm_eps, compute_.norm_rounding);
     const Tensor rows_K = RowsToKeep(input);
     hidden_TH = Linear(rows_K.defined() ? normed_TH.index_select(0, rows_K.to(device_)) : normed_TH, head_);
     if (input.last_hidden) output.last_hidden_TH = normed_TH;
@@ -109,10 +112,20 @@ void DecoderPart::PinRouting(int64_t layer, const Tensor& indices_TK) {
   found->experts().Pin(indices_TK);
 }
 
-void DecoderPart::UpdateCorrection(int64_t layer, const Tensor& counts_E, double rate) {
+const DecoderLayer& DecoderPart::LayerOf(int64_t layer) const {
   const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const DecoderLayer& known) { return known.layer() == layer; });
-  TORCH_CHECK(found != layers_.end() && found->has_experts(), "layer ", layer, " is not a layer with experts of this part");
-  moonpipe::UpdateCorrection(found->experts().correction(), counts_E, rate);
+  TORCH_CHECK(found != layers_.end(), "layer ", layer, " is not a layer of this part");
+  return *found;
+}
+
+void DecoderPart::UpdateCorrection(int64_t layer, const Tensor& counts_E, double rate, BiasRule rule) {
+  const DecoderLayer& found = LayerOf(layer);
+  TORCH_CHECK(found.has_experts(), "layer ", layer, " has no experts");
+  moonpipe::UpdateCorrection(found.experts().correction(), counts_E, rate, rule);
+}
+
+int64_t DecoderPart::ClipHeads(int64_t layer, const std::vector<double>& largest_logits_N, double threshold) {
+  return LayerOf(layer).attention().ClipHeads(largest_logits_N, threshold);
 }
 
 }  // namespace moonpipe

@@ -32,18 +32,29 @@ struct DecoderInput {
   int64_t logits_to_keep = 0;
   torch::Tensor logit_rows = {};
   bool last_hidden = false;  // the part with the head also gives what its head multiplies, for all rows
+  // Above 0: each layer with experts also trains this times BalanceLoss. For a weight w of the mean over a step's documents, w / documents.
+  double balance_scale = 0;
+  bool largest_logits = false;  // records them, at the cost of the products of queries and keys again
 };
 
 // Tokens that each expert of a layer got, in this forward.
 struct ExpertLoad {
   int64_t layer = 0;
-  torch::Tensor counts_E;  // int64 on the host
+  torch::Tensor counts_E;      // int64 on the host
+  torch::Tensor balance_loss;  // the scaled loss, fp32 without a graph; undefined without
+};
+
+// Largest attention logit before the softmax of each head of a layer, in this forward.
+struct HeadLogits {
+  int64_t layer = 0;
+  torch::Tensor largest_N;  // fp32
 };
 
 struct DecoderOutput {
   torch::Tensor hidden_or_logits;  // logits of the part with the head, one row each row that was kept, in the weights' dtype
   torch::Tensor last_hidden_TH;    // normed; where asked for
   std::vector<ExpertLoad> loads;   // one per layer with experts, ascending
+  std::vector<HeadLogits> logits;  // where asked for, one per layer whose query and key weights are trained, ascending
 };
 
 // Not safe for use from two threads at once.
@@ -55,8 +66,11 @@ class DecoderPart {
   // Builds the graph unless gradients are off. Throws c10::Error for rows that do not add up, with both numbers.
   DecoderOutput Forward(const DecoderInput& input);
 
-  // b += rate * sign(mean(c) - c) for a layer of this part; counts summed over the whole step.
-  void UpdateCorrection(int64_t layer, const torch::Tensor& counts_E, double rate);
+  // Moves the correction of a layer of this part; counts summed over the whole step.
+  void UpdateCorrection(int64_t layer, const torch::Tensor& counts_E, double rate, BiasRule rule = BiasRule::kSign);
+
+  // QK-clip of a layer of this part, see LatentAttention::ClipHeads; logits are the largest of the whole step.
+  int64_t ClipHeads(int64_t layer, const std::vector<double>& largest_logits_N, double threshold);
 
   // The next forwards send each token to these experts of a layer, int64 [T, K] ascending in each row, instead of those that its router
   // would choose; an undefined tensor ends that. The weights stay the router's.
@@ -66,9 +80,11 @@ class DecoderPart {
 
  private:
   torch::Tensor Embed(const DecoderInput& input) const;
+  const DecoderLayer& LayerOf(int64_t layer) const;
   RotaryTable Rotary(const std::vector<int64_t>& document_lengths);
 
   TextConfig config_;
+  ComputeOptions compute_;
   int64_t media_token_;
   torch::Device device_;
   torch::Tensor embedding_;   // undefined without

@@ -2,7 +2,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "moonpipe/model/linear.h"
-#include "moonpipe/model/router.h"
 #include "moonpipe/model/rows.h"
 
 namespace moonpipe {
@@ -45,6 +44,7 @@ ExpertPlan PlanExperts(const Tensor& indices_TK, int64_t experts) {
 MixtureOfExperts::MixtureOfExperts(const ParameterStore& store, const std::string& prefix, int64_t layer)
     : config_(store.config().text),
       layer_(layer),
+      loop_(store.compute().loop_experts),
       router_(store.Get(prefix + "gate.weight")),
       correction_(store.Get(prefix + "gate.e_score_correction_bias")),
       gate_(store.Get(prefix + "experts.gate_proj.weight")),
@@ -53,14 +53,12 @@ MixtureOfExperts::MixtureOfExperts(const ParameterStore& store, const std::strin
   if (config_.n_shared_experts > 0) shared_.emplace_back(store, prefix + "shared_experts.");
 }
 
-Tensor MixtureOfExperts::Forward(const Tensor& x_TH, Tensor* counts_E, const TensorObserver& observer) const {
+Tensor MixtureOfExperts::Forward(const Tensor& x_TH, const std::vector<int64_t>& lengths, double balance_scale, ExpertRecord* record,
+                                 const TensorObserver& observer) const {
   const Tensor logits_TE = Linear(x_TH.to(torch::kFloat), router_.to(torch::kFloat));
   const Routing routing = Route(config_, logits_TE, correction_, pinned_TK_);
   const ExpertPlan plan = PlanExperts(routing.indices_TK, config_.n_routed_experts);
-  if (counts_E != nullptr) {
-    const Tensor offsets = torch::tensor(plan.offsets, torch::kLong);
-    *counts_E = offsets.diff();
-  }
+  if (record != nullptr) record->counts_E = torch::tensor(plan.offsets, torch::kLong).diff();
   if (observer) {
     const std::string prefix = absl::StrCat("router.layers.", layer_, ".");
     observer(prefix + "logits", logits_TE);
@@ -68,14 +66,39 @@ Tensor MixtureOfExperts::Forward(const Tensor& x_TH, Tensor* counts_E, const Ten
     observer(prefix + "weights", routing.weights_TK);
   }
 
+  Tensor out_TH = loop_ ? LoopedExperts(x_TH, routing, plan) : SortedExperts(x_TH, routing, plan);
+  if (!shared_.empty()) out_TH = out_TH + shared_.front().Forward(x_TH);
+  if (balance_scale <= 0 || !at::GradMode::is_enabled()) return out_TH;
+  const Tensor balance = BalanceLoss(config_, logits_TE, routing.indices_TK, lengths) * balance_scale;
+  if (record != nullptr) record->balance_loss = balance.detach();
+  return AttachLoss(out_TH, balance);
+}
+
+Tensor MixtureOfExperts::SortedExperts(const Tensor& x_TH, const Routing& routing, const ExpertPlan& plan) const {
   const int64_t choices = config_.num_experts_per_tok;
   const Tensor rows_RH = SpreadRows(x_TH, plan.token_of_row, plan.row_of_choice, choices);
   const Tensor inner_RF = at::silu(GroupedLinear(rows_RH, gate_, plan.offsets)) * GroupedLinear(rows_RH, up_, plan.offsets);
   const Tensor outputs_RH = GroupedLinear(inner_RF, down_, plan.offsets);
   // Back to token order; the weighted sum runs over a token's experts in ascending order, in fp32.
   const Tensor outputs_TKH = PermuteRows(outputs_RH, plan.row_of_choice, plan.choice_of_row).unflatten(0, {-1, choices});
-  const Tensor routed_TH = (outputs_TKH.to(torch::kFloat) * routing.weights_TK.unsqueeze(-1)).sum(1).to(x_TH.scalar_type());
-  return shared_.empty() ? routed_TH : routed_TH + shared_.front().Forward(x_TH);
+  return (outputs_TKH.to(torch::kFloat) * routing.weights_TK.unsqueeze(-1)).sum(1).to(x_TH.scalar_type());
+}
+
+Tensor MixtureOfExperts::LoopedExperts(const Tensor& x_TH, const Routing& routing, const ExpertPlan& plan) const {
+  // One gradient of the whole stack, not one a slice: experts without tokens add exact zeros.
+  const std::vector<Tensor> gates = gate_.unbind(0), ups = up_.unbind(0), downs = down_.unbind(0);
+  const Tensor weights = routing.weights_TK.flatten();
+  Tensor routed_TH = torch::zeros_like(x_TH, torch::kFloat);
+  for (size_t e = 0; e < gates.size(); ++e) {
+    const int64_t rows = plan.offsets[e + 1] - plan.offsets[e];
+    if (rows == 0) continue;
+    const Tensor tokens = plan.token_of_row.narrow(0, plan.offsets[e], rows);
+    const Tensor x = x_TH.index_select(0, tokens);
+    const Tensor y = Linear(at::silu(Linear(x, gates[e])) * Linear(x, ups[e]), downs[e]);
+    const Tensor weight = weights.index_select(0, plan.choice_of_row.narrow(0, plan.offsets[e], rows)).unsqueeze(-1);
+    routed_TH = routed_TH.index_add(0, tokens, y.to(torch::kFloat) * weight);
+  }
+  return routed_TH.to(x_TH.scalar_type());
 }
 
 }  // namespace moonpipe

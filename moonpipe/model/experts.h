@@ -11,6 +11,7 @@
 
 #include "moonpipe/model/observer.h"
 #include "moonpipe/model/parameter_store.h"
+#include "moonpipe/model/router.h"
 
 namespace moonpipe {
 
@@ -37,13 +38,21 @@ struct ExpertPlan {
 // Reads the indices on the host.
 ExpertPlan PlanExperts(const torch::Tensor& indices_TK, int64_t experts);
 
+// What a forward of a layer's experts shows besides its output.
+struct ExpertRecord {
+  torch::Tensor counts_E;      // tokens of each expert, int64 [E] on the host
+  torch::Tensor balance_loss;  // fp32 scalar without a graph; undefined where there is none
+};
+
 class MixtureOfExperts {
  public:
   // `prefix` ends in "mlp.".
   MixtureOfExperts(const ParameterStore& store, const std::string& prefix, int64_t layer);
 
-  // Routed experts plus the shared one, [T, H]. `counts_E` becomes the tokens of each expert, int64 [E] on the host.
-  torch::Tensor Forward(const torch::Tensor& x_TH, torch::Tensor* counts_E, const TensorObserver& observer) const;
+  // Routed experts plus the shared one, [T, H]. `lengths` are the documents that the rows hold. With `balance_scale` above 0 and a graph, the
+  // backward also minimises balance_scale * BalanceLoss. `record` may be null.
+  torch::Tensor Forward(const torch::Tensor& x_TH, const std::vector<int64_t>& lengths, double balance_scale, ExpertRecord* record,
+                        const TensorObserver& observer) const;
 
   // See DecoderPart::PinRouting.
   void Pin(const torch::Tensor& indices_TK) { pinned_TK_ = indices_TK; }
@@ -51,8 +60,12 @@ class MixtureOfExperts {
   const torch::Tensor& correction() const { return correction_; }
 
  private:
+  torch::Tensor SortedExperts(const torch::Tensor& x_TH, const Routing& routing, const ExpertPlan& plan) const;
+  torch::Tensor LoopedExperts(const torch::Tensor& x_TH, const Routing& routing, const ExpertPlan& plan) const;
+
   const TextConfig config_;
   int64_t layer_;
+  bool loop_;
   torch::Tensor router_;
   torch::Tensor correction_;
   torch::Tensor gate_;

@@ -51,14 +51,15 @@ class GroupedLinearFunction : public torch::autograd::Function<GroupedLinearFunc
 }  // namespace
 
 Tensor Linear(const Tensor& x_TI, const Tensor& weight_OI, const Tensor& bias_O) {
-  return at::linear(x_TI, weight_OI, bias_O.defined() ? std::optional<Tensor>(bias_O) : std::nullopt);
+  const torch::Dtype dtype = x_TI.scalar_type();
+  return at::linear(x_TI, weight_OI.to(dtype), bias_O.defined() ? std::optional<Tensor>(bias_O.to(dtype)) : std::nullopt);
 }
 
 Tensor GroupedLinear(const Tensor& x_RI, const Tensor& weight_EOI, const std::vector<int64_t>& offsets) {
   TORCH_CHECK(static_cast<int64_t>(offsets.size()) == weight_EOI.size(0) + 1 && offsets.back() == x_RI.size(0), "offsets for ",
               offsets.size() - 1, " experts end at row ", offsets.back(), ", but there are ", weight_EOI.size(0), " experts and ",
               x_RI.size(0), " rows");
-  return GroupedLinearFunction::apply(x_RI.contiguous(), weight_EOI, offsets);
+  return GroupedLinearFunction::apply(x_RI.contiguous(), weight_EOI.to(x_RI.scalar_type()), offsets);
 }
 
 }  // namespace moonpipe

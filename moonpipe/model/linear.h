@@ -1,4 +1,5 @@
-// Every matrix product with a weight goes through here, dense or by expert, so that the weight's gradient is made in one place.
+// Every matrix product with a weight goes through here, dense or by expert, so that the weight's gradient is made in one place. The product
+// is taken in the type of x: an fp32 master weight under bf16 activations is rounded here, and its gradient comes back as fp32.
 //
 // Shapes: T rows (tokens or patches), R rows sorted by expert, E experts, I and O input and output width.
 #pragma once

@@ -25,6 +25,7 @@ torch::Tensor Parameter::PublishedGradient(size_t index) const {
 
 ParameterStore::ParameterStore(const ModelConfig& config, const PartRange& range, torch::Dtype dtype, torch::Device device)
     : config_(config), range_(range), specs_(ListTensors(config, range)) {
+  compute_.dtype = dtype;
   decoder_prefix_ = config.architecture == Architecture::kDeepseekV3 ? "model." : "language_model.model.";
   for (const TensorSpec& spec : specs_) {
     const std::string held = HeldName(spec);

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
+#include "moonpipe/model/compute_options.h"
 #include "moonpipe/spec/model_config.h"
 #include "moonpipe/spec/tensor_list.h"
 
@@ -43,6 +44,10 @@ class ParameterStore {
 
   const ModelConfig& config() const { return config_; }
   const PartRange& range() const { return range_; }
+  // How modules built over this store compute; by default in the type of the parameters. Set it before they are built.
+  const ComputeOptions& compute() const { return compute_; }
+  void set_compute(const ComputeOptions& compute) { compute_ = compute; }
+
   // In canonical order; a stack stands where its first expert does.
   const std::vector<Parameter>& parameters() const { return parameters_; }
   // The published tensors in canonical order.
@@ -77,6 +82,7 @@ class ParameterStore {
 
   ModelConfig config_;
   PartRange range_;
+  ComputeOptions compute_;
   std::vector<TensorSpec> specs_;
   std::vector<Parameter> parameters_;
   std::map<std::string, size_t, std::less<>> held_;

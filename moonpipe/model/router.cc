@@ -16,6 +16,17 @@ Tensor KeepBestGroups(const TextConfig& config, const Tensor& choice_TE) {
   return by_group_TGg.masked_fill(dropped_TG.unsqueeze(-1), -std::numeric_limits<float>::infinity()).flatten(1);
 }
 
+class AttachFunction : public torch::autograd::Function<AttachFunction> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const Tensor& loss) {
+    context->save_for_backward({loss});
+    return x.view_as(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+    return {gradients[0], torch::ones_like(context->get_saved_variables()[0])};
+  }
+};
+
 }  // namespace
 
 Routing Route(const TextConfig& config, const Tensor& logits_TE, const Tensor& correction_E, const Tensor& pinned_TK) {
@@ -38,10 +49,25 @@ Routing Route(const TextConfig& config, const Tensor& logits_TE, const Tensor& c
   return routing;
 }
 
-void UpdateCorrection(Tensor correction_E, const Tensor& counts_E, double rate) {
+void UpdateCorrection(Tensor correction_E, const Tensor& counts_E, double rate, BiasRule rule) {
   const torch::NoGradGuard no_grad;
   const Tensor counts = counts_E.to(correction_E.device(), torch::kDouble);
-  correction_E.add_((counts.mean() - counts).sign().to(correction_E.scalar_type()), rate);
+  Tensor moves = (counts.mean() - counts).sign();
+  if (rule == BiasRule::kCentred) moves -= moves.mean();
+  correction_E.add_(moves.to(correction_E.scalar_type()), rate);
 }
+
+Tensor BalanceLoss(const TextConfig& config, const Tensor& logits_TE, const Tensor& indices_TK, const std::vector<int64_t>& lengths) {
+  const Tensor scores_TE = logits_TE.sigmoid();
+  const Tensor shares_TE = scores_TE / scores_TE.sum(-1, true);
+  const Tensor chosen_TE = torch::zeros_like(shares_TE).detach().scatter_(1, indices_TK, 1.0);
+  const std::vector<Tensor> shares = shares_TE.split_with_sizes(lengths);
+  const std::vector<Tensor> chosen = chosen_TE.split_with_sizes(lengths);
+  std::vector<Tensor> terms;
+  for (size_t document = 0; document < lengths.size(); ++document) terms.push_back((chosen[document].mean(0) * shares[document].mean(0)).sum());
+  return torch::stack(terms).sum() * (static_cast<double>(config.n_routed_experts) / static_cast<double>(config.num_experts_per_tok));
+}
+
+Tensor AttachLoss(const Tensor& x, const Tensor& loss) { return AttachFunction::apply(x, loss); }
 
 }  // namespace moonpipe

@@ -5,6 +5,8 @@
 
 #include <torch/torch.h>
 
+#include <vector>
+
 #include "moonpipe/spec/model_config.h"
 
 namespace moonpipe {
@@ -18,7 +20,23 @@ struct Routing {
 // best corrected scores, and experts outside the kept groups cannot be chosen. `pinned_TK`, where defined, is chosen whatever the scores.
 Routing Route(const TextConfig& config, const torch::Tensor& logits_TE, const torch::Tensor& correction_E, const torch::Tensor& pinned_TK = {});
 
-// After a step: b += rate * sign(mean(c) - c), for the step's counts c int64 [E], summed over microbatches and replicas.
-void UpdateCorrection(torch::Tensor correction_E, const torch::Tensor& counts_E, double rate);
+// How a correction moves with the counts c of a step (architecture section 4.6).
+enum class BiasRule {
+  kSign,     // b += d, d = rate * sign(mean(c) - c)
+  kCentred,  // b += d - mean(d): the moves of a step add up to nothing
+};
+
+// After a step, for its counts c int64 [E], summed over microbatches and replicas.
+void UpdateCorrection(torch::Tensor correction_E, const torch::Tensor& counts_E, double rate, BiasRule rule = BiasRule::kSign);
+
+// The sequence-wise auxiliary loss, summed over the documents: with K choices of E experts, a document of T tokens adds
+//   sum over i of f_i * P_i,  f_i = E / (K * T) * #{tokens that chose i},  P_i = mean over its tokens of s_i / sum over j of s_j
+// for scores s, the sigmoids of logits_TE. It is 1 for a document that uses all experts alike. The gradient goes through P alone.
+// `lengths` cover the rows; fp32 scalar.
+torch::Tensor BalanceLoss(const TextConfig& config, const torch::Tensor& logits_TE, const torch::Tensor& indices_TK,
+                          const std::vector<int64_t>& lengths);
+
+// `x` as it is; its backward also sends a gradient of 1 into the scalar `loss`. So a loss of one layer is trained wherever a pipeline is cut.
+torch::Tensor AttachLoss(const torch::Tensor& x, const torch::Tensor& loss);
 
 }  // namespace moonpipe

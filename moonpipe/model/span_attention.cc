@@ -1,6 +1,7 @@
 #include "moonpipe/model/span_attention.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "moonpipe/model/rows.h"
@@ -8,6 +9,37 @@
 namespace moonpipe {
 
 using torch::Tensor;
+
+namespace {
+
+// Rows of scores that LargestCausalLogits holds at once, over all spans of a length.
+constexpr int64_t kLogitRows = 1024;
+
+// The rows of each group of spans, [spans, heads, length, width].
+std::vector<Tensor> ByGroup(const Tensor& x_TNd, const SpanLayout& layout) {
+  const Tensor rows = layout.needs_order() ? PermuteRows(x_TNd, layout.order(), layout.inverse()) : x_TNd;
+  std::vector<int64_t> sizes;
+  for (const SpanLayout::Group& group : layout.groups()) sizes.push_back(group.length * group.count);
+  std::vector<Tensor> groups = sizes.size() == 1 ? std::vector<Tensor>{rows} : rows.split_with_sizes(sizes);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const SpanLayout::Group& group = layout.groups()[i];
+    groups[i] = groups[i].unflatten(0, {group.count, group.length}).transpose(1, 2);
+  }
+  return groups;
+}
+
+// True where query first + i must not see key j.
+Tensor FutureKeys(int64_t first, int64_t queries, int64_t keys, torch::Device device) {
+  return torch::ones({queries, keys}, torch::dtype(torch::kBool).device(device)).triu(first + 1);
+}
+
+Tensor AttendInSteps(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double scale) {
+  Tensor logits = at::matmul(q, k.transpose(-1, -2)).to(torch::kFloat) * scale;
+  if (causal) logits = logits.masked_fill(FutureKeys(0, q.size(2), k.size(2), q.device()), -std::numeric_limits<float>::infinity());
+  return at::matmul(logits.softmax(-1).to(v.scalar_type()), v);
+}
+
+}  // namespace
 
 SpanLayout::SpanLayout(std::vector<int64_t> lengths, torch::Device device) : lengths_(std::move(lengths)) {
   std::vector<std::vector<int64_t>> starts;
@@ -46,26 +78,39 @@ SpanLayout::SpanLayout(std::vector<int64_t> lengths, torch::Device device) : len
   inverse_ = inverse.to(device);
 }
 
-Tensor SpanAttention(const Tensor& q_TNd, const Tensor& k_TNd, const Tensor& v_TNd, const SpanLayout& layout, bool causal, double scale) {
+Tensor SpanAttention(const Tensor& q_TNd, const Tensor& k_TNd, const Tensor& v_TNd, const SpanLayout& layout, bool causal, double scale,
+                     bool in_steps) {
   TORCH_CHECK(q_TNd.size(0) == layout.num_rows(), "attention over ", q_TNd.size(0), " rows, but the spans cover ", layout.num_rows());
-  std::vector<int64_t> sizes;
-  for (const SpanLayout::Group& group : layout.groups()) sizes.push_back(group.length * group.count);
-  const auto by_group = [&](const Tensor& x) {
-    const Tensor rows = layout.needs_order() ? PermuteRows(x, layout.order(), layout.inverse()) : x;
-    return sizes.size() == 1 ? std::vector<Tensor>{rows} : rows.split_with_sizes(sizes);
-  };
-  const std::vector<Tensor> q = by_group(q_TNd);
-  const std::vector<Tensor> k = by_group(k_TNd);
-  const std::vector<Tensor> v = by_group(v_TNd);
+  const std::vector<Tensor> q = ByGroup(q_TNd, layout);
+  const std::vector<Tensor> k = ByGroup(k_TNd, layout);
+  const std::vector<Tensor> v = ByGroup(v_TNd, layout);
   std::vector<Tensor> outputs;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const SpanLayout::Group& group = layout.groups()[i];
-    const auto batched = [&](const Tensor& x) { return x.unflatten(0, {group.count, group.length}).transpose(1, 2); };
-    const Tensor attended = at::scaled_dot_product_attention(batched(q[i]), batched(k[i]), batched(v[i]), std::nullopt, 0.0, causal, scale);
+  for (size_t i = 0; i < q.size(); ++i) {
+    const Tensor attended = in_steps ? AttendInSteps(q[i], k[i], v[i], causal, scale)
+                                     : at::scaled_dot_product_attention(q[i], k[i], v[i], std::nullopt, 0.0, causal, scale);
     outputs.push_back(attended.transpose(1, 2).flatten(0, 1));
   }
   const Tensor all = outputs.size() == 1 ? outputs.front() : torch::cat(outputs);
   return layout.needs_order() ? PermuteRows(all, layout.inverse(), layout.order()) : all;
+}
+
+Tensor LargestCausalLogits(const Tensor& q_TNd, const Tensor& k_TNd, const SpanLayout& layout, double scale) {
+  const torch::NoGradGuard no_grad;
+  const std::vector<Tensor> q = ByGroup(q_TNd.to(torch::kFloat), layout);
+  const std::vector<Tensor> k = ByGroup(k_TNd.to(torch::kFloat), layout);
+  Tensor largest_N = torch::full({q_TNd.size(1)}, -std::numeric_limits<float>::infinity(), torch::dtype(torch::kFloat).device(q_TNd.device()));
+  for (size_t i = 0; i < q.size(); ++i) {
+    const int64_t length = q[i].size(2);
+    const int64_t block = std::max<int64_t>(kLogitRows / q[i].size(0), 1);
+    for (int64_t first = 0; first < length; first += block) {
+      const int64_t rows = std::min(block, length - first);
+      const int64_t keys = first + rows;
+      Tensor logits = at::matmul(q[i].narrow(2, first, rows), k[i].narrow(2, 0, keys).transpose(-1, -2));
+      logits.masked_fill_(FutureKeys(first, rows, keys, q_TNd.device()), -std::numeric_limits<float>::infinity());
+      largest_N = torch::maximum(largest_N, logits.amax({0, 2, 3}));
+    }
+  }
+  return largest_N.mul_(scale);
 }
 
 }  // namespace moonpipe

@@ -40,8 +40,13 @@ class SpanLayout {
   torch::Tensor inverse_;
 };
 
-// softmax(scale * q k^T) v within each span, lower triangle only if causal. q, k, v [T, N, d] -> [T, N, d].
+// softmax(scale * q k^T) v within each span, lower triangle only if causal. q, k, v [T, N, d] -> [T, N, d]. `in_steps` multiplies, masks and
+// takes the softmax (in fp32) in plain operations that hold every logit, instead of LibTorch's kernel.
 torch::Tensor SpanAttention(const torch::Tensor& q_TNd, const torch::Tensor& k_TNd, const torch::Tensor& v_TNd, const SpanLayout& layout,
-                            bool causal, double scale);
+                            bool causal, double scale, bool in_steps = false);
+
+// Largest scale * q k of each head over all pairs that causal attention looks at, fp32 [N], without a graph. Costs the products again, a
+// block of rows at a time.
+torch::Tensor LargestCausalLogits(const torch::Tensor& q_TNd, const torch::Tensor& k_TNd, const SpanLayout& layout, double scale);
 
 }  // namespace moonpipe

@@ -26,7 +26,7 @@ bool AllEqual(const std::vector<PatchGrid>& grids) {
 }  // namespace
 
 VisionTower::VisionTower(const ParameterStore& store)
-    : config_(store.config().vision.value()), device_(store.parameters().front().value.device()), projector_(store) {
+    : config_(store.config().vision.value()), compute_(store.compute()), device_(store.parameters().front().value.device()), projector_(store) {
   const std::string tower = "vision_tower.";
   patch_weight_ = store.Get(tower + "patch_embed.proj.weight");
   patch_bias_ = store.Get(tower + "patch_embed.proj.bias");
@@ -83,15 +83,15 @@ const VisionTower::Geometry& VisionTower::GeometryOf(const PatchGrid& grid) {
 Tensor VisionTower::Embed(const Tensor& patches, const std::vector<PatchGrid>& grids) {
   Tensor pixels = patches.to(device_);
   if (pixels.scalar_type() == torch::kByte) pixels = pixels.to(torch::kFloat).div_(255).sub_(0.5).div_(0.5);
-  const Tensor x_ND = Linear(pixels.flatten(1).to(patch_weight_.scalar_type()), patch_weight_.flatten(1), patch_bias_);
+  const Tensor x_ND = Linear(pixels.flatten(1).to(compute_.dtype), patch_weight_.flatten(1), patch_bias_);
 
   const auto positions_of = [&](const PatchGrid& grid) {
     const Geometry& geometry = GeometryOf(grid);
     Tensor frame = InterpolatePositions(positions_, geometry.cubic_rows, geometry.cubic_cols);
     if (geometry.position_order.defined()) frame = frame.index_select(0, geometry.position_order);
-    if (grid.frames == 1) return frame;
+    if (grid.frames == 1) return frame.to(compute_.dtype);
     const Tensor times = FramePositions(grid.frames, config_.hidden_size).to(frame.options());
-    return (times.unsqueeze(1) + frame.unsqueeze(0)).flatten(0, 1);
+    return (times.unsqueeze(1) + frame.unsqueeze(0)).flatten(0, 1).to(compute_.dtype);
   };
   if (AllEqual(grids)) return (x_ND.unflatten(0, {static_cast<int64_t>(grids.size()), -1}) + positions_of(grids.front())).flatten(0, 1);
   // A grid that occurs many times is interpolated once.
@@ -112,7 +112,7 @@ Tensor VisionTower::RunBlock(const Block& block, const Tensor& x_ND, const SpanL
   const std::vector<Tensor> parts = qkv.unflatten(1, {3 * heads, config_.head_dim()}).split_with_sizes({2 * heads, heads}, 1);
   const std::vector<Tensor> rotated = Rotate(parts[0], rotary).split_with_sizes({heads, heads}, 1);
   const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_dim()));
-  const Tensor attended = SpanAttention(rotated[0], rotated[1], parts[1], layout, /*causal=*/false, scale).flatten(1);
+  const Tensor attended = SpanAttention(rotated[0], rotated[1], parts[1], layout, /*causal=*/false, scale, compute_.explicit_attention).flatten(1);
   const Tensor middle_ND = x_ND + Linear(attended, block.wo_weight, block.wo_bias);
   const Tensor inner = Linear(LayerNorm(middle_ND, block.norm1_weight, block.norm1_bias, kNormEps), block.fc0_weight, block.fc0_bias);
   return middle_ND + Linear(at::gelu(inner, HasTestFault(TestFault::kErfGelu) ? "none" : "tanh"), block.fc1_weight, block.fc1_bias);

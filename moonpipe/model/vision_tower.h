@@ -66,6 +66,7 @@ class VisionTower {
   torch::Tensor Merge(const torch::Tensor& x_ND, const std::vector<PatchGrid>& grids);
 
   VisionConfig config_;
+  ComputeOptions compute_;
   torch::Device device_;
   torch::Tensor patch_weight_;
   torch::Tensor patch_bias_;

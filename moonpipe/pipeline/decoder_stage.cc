@@ -43,8 +43,8 @@ torch::Tensor KeptRows(const torch::Tensor& features_MH, const google::protobuf:
 
 }  // namespace
 
-DecoderStage::DecoderStage(ParameterStore* store, GradientAccumulator* gradients)
-    : store_(store), gradients_(gradients), part_(*store) {}
+DecoderStage::DecoderStage(ParameterStore* store, GradientAccumulator* gradients, const Options& options)
+    : options_(options), store_(store), gradients_(gradients), part_(*store) {}
 
 std::vector<data::v1::MicrobatchView> DecoderStage::views() const {
   std::vector<data::v1::MicrobatchView> views;
@@ -57,6 +57,13 @@ absl::Status DecoderStage::BeginStep(const StepContext& step) {
   step_ = step;
   in_flight_.clear();
   expert_counts_.clear();
+  largest_logits_.clear();
+  balance_loss_ = balance_scale_ = 0;
+  if (options_.balance_loss_weight > 0 && !step.run->decode()) {
+    int64_t documents = 0;
+    for (const auto& microbatch : step.run->manifest().microbatches()) documents += microbatch.document_lengths_size();
+    balance_scale_ = options_.balance_loss_weight / static_cast<double>(std::max<int64_t>(documents, 1));
+  }
   losses_.clear();
   next_tokens_.clear();
   tied_added_ = false;
@@ -108,13 +115,20 @@ absl::StatusOr<torch::Tensor> DecoderStage::ForwardOrThrow(uint32_t microbatch, 
   const TensorObserver observer = step_.observation == nullptr ? TensorObserver() : step_.observation->OfMicrobatch(microbatch);
   part_.set_observer(observer);
   if (decode) input.logits_to_keep = 1;
+  input.balance_scale = balance_scale_;
+  input.largest_logits = options_.qk_clip_threshold > 0 && !decode;
   DecoderOutput output = part_.Forward(input);
   for (const ExpertLoad& load : output.loads) {
     torch::Tensor& counts = expert_counts_[load.layer];
     counts = counts.defined() ? counts + load.counts_E : load.counts_E;
+    if (load.balance_loss.defined()) balance_loss_ += load.balance_loss.item<double>();
+  }
+  for (const HeadLogits& logits : output.logits) {
+    torch::Tensor& largest = largest_logits_[logits.layer];
+    largest = largest.defined() ? torch::maximum(largest, logits.largest_N) : logits.largest_N;
   }
   if (!range.has_head) {
-    flight.output = output.hidden_or_logits;
+    flight.output = output.hidden_or_logits.to(torch::kFloat);  // edges carry fp32
     torch::Tensor hidden = flight.output.detach();
     if (!decode) in_flight_[microbatch] = std::move(flight);
     return hidden;
@@ -218,6 +232,14 @@ absl::Status DecoderStage::FillReport(worker::v1::StepReport& report) {
     }
     for (const auto& [microbatch, loss] : losses_) *report.add_losses() = loss;
     for (const auto& [microbatch, tokens] : next_tokens_) report.mutable_next_tokens()->Add(tokens.begin(), tokens.end());
+    report.set_balance_loss(balance_loss_);
+    for (const auto& [layer, largest] : largest_logits_) {
+      worker::v1::LargestLogits* entry = report.add_largest_logits();
+      entry->set_layer(static_cast<uint32_t>(layer));
+      const torch::Tensor host = largest.cpu().contiguous();
+      const float* values = host.const_data_ptr<float>();
+      for (int64_t head = 0; head < host.numel(); ++head) entry->add_logits(values[head]);
+    }
     for (const auto& [layer, counts] : expert_counts_) {
       worker::v1::ExpertCounts* entry = report.add_expert_counts();
       entry->set_layer(static_cast<uint32_t>(layer));
@@ -229,14 +251,18 @@ absl::Status DecoderStage::FillReport(worker::v1::StepReport& report) {
   });
 }
 
-void DecoderStage::UpdateExpertBiases(const worker::v1::CommitStep& commit, double rate) {
-  if (rate == 0) return;
+void DecoderStage::AfterStep(const worker::v1::CommitStep& commit) {
   torch::NoGradGuard no_grad;
+  for (const auto& entry : commit.largest_logits()) {
+    if (!largest_logits_.contains(entry.layer())) continue;  // another stage's layer
+    part_.ClipHeads(entry.layer(), {entry.logits().begin(), entry.logits().end()}, options_.qk_clip_threshold);
+  }
+  if (options_.expert_bias_rate == 0) return;
   for (const auto& entry : commit.expert_counts()) {
     if (!expert_counts_.contains(entry.layer())) continue;  // another stage's layer
     torch::Tensor counts = torch::empty({entry.counts_size()}, torch::kInt64);
     for (int e = 0; e < entry.counts_size(); ++e) counts.mutable_data_ptr<int64_t>()[e] = static_cast<int64_t>(entry.counts(e));
-    part_.UpdateCorrection(entry.layer(), counts, rate);
+    part_.UpdateCorrection(entry.layer(), counts, options_.expert_bias_rate, options_.expert_bias_rule);
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "moonpipe/model/decoder_part.h"
 #include "moonpipe/model/parameter_store.h"
+#include "moonpipe/model/router.h"
 #include "moonpipe/pipeline/stage.h"
 #include "moonpipe/spec/safetensors.h"
 #include "moonpipe/train/gradients.h"
@@ -16,8 +17,15 @@ namespace moonpipe {
 
 class DecoderStage : public Stage {
  public:
+  struct Options {
+    double expert_bias_rate = 0;
+    BiasRule expert_bias_rule = BiasRule::kSign;
+    double balance_loss_weight = 0;  // of the mean over a step's documents; 0: none
+    double qk_clip_threshold = 0;    // 0: no clip
+  };
   // Both must outlive the stage.
-  DecoderStage(ParameterStore* store, GradientAccumulator* gradients);
+  DecoderStage(ParameterStore* store, GradientAccumulator* gradients, const Options& options);
+  DecoderStage(ParameterStore* store, GradientAccumulator* gradients) : DecoderStage(store, gradients, Options{}) {}
 
   absl::Status BeginStep(const StepContext& step) override;
   std::vector<data::v1::MicrobatchView> views() const override;
@@ -28,8 +36,9 @@ class DecoderStage : public Stage {
   void AddTiedGradient(const torch::Tensor& other) override;
   absl::Status FillReport(worker::v1::StepReport& report) override;
 
-  // Moves the selection biases of the experts by the sign rule; counts are those of the whole cluster.
-  void UpdateExpertBiases(const worker::v1::CommitStep& commit, double rate);
+  // After the optimizer's step: moves the selection biases of the experts by the counts of the whole cluster, and scales back the heads
+  // whose largest logit in the step exceeded the threshold.
+  void AfterStep(const worker::v1::CommitStep& commit);
 
  private:
   struct InFlight {
@@ -43,12 +52,16 @@ class DecoderStage : public Stage {
   // The microbatch's rows of the recorded choices, where the step has some.
   absl::Status PinRouting(uint32_t microbatch);
 
+  const Options options_;
   ParameterStore* const store_;
   GradientAccumulator* const gradients_;
   DecoderPart part_;
   StepContext step_;
   std::map<uint32_t, InFlight> in_flight_;
   std::map<int64_t, torch::Tensor> expert_counts_;  // by layer
+  std::map<int64_t, torch::Tensor> largest_logits_;  // by layer, fp32 [heads]
+  double balance_scale_ = 0;  // of the step: weight / documents
+  double balance_loss_ = 0;   // over the step's microbatches in the order of their forwards
   std::map<uint32_t, worker::v1::MicrobatchLoss> losses_;
   std::map<uint32_t, std::vector<int32_t>> next_tokens_;
   std::optional<SafetensorsFile> pinned_routing_;  // of the step

@@ -45,7 +45,7 @@ absl::StatusOr<torch::Tensor> VisionStage::Forward(uint32_t microbatch, const St
     torch::Tensor patches_NCPP = torch::empty({patches, 3, patch_size_, patch_size_}, normalised ? torch::kFloat : torch::kUInt8);
     std::memcpy(patches_NCPP.mutable_data_ptr(), pixels.data(), pixels.size());
     tower_.set_observer(step_.observation == nullptr ? TensorObserver() : step_.observation->OfMicrobatch(microbatch));
-    torch::Tensor features_MH = tower_.Forward(patches_NCPP, grids);
+    torch::Tensor features_MH = tower_.Forward(patches_NCPP, grids).to(torch::kFloat);  // edges carry fp32
     if (features_MH.size(0) != manifest.feature_rows()) {
       return absl::InternalError(absl::StrCat("microbatch ", microbatch, ": the tower made ", features_MH.size(0),
                                               " feature rows, the manifest announces ", manifest.feature_rows()));

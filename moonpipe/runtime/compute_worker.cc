@@ -67,6 +67,24 @@ class ClientProvider : public MicrobatchProvider {
 };
 
 // Everything that lives as long as one plan.
+ComputeOptions ComputeOptionsOf(const cluster::v1::TrainingRunSpec& spec) {
+  ComputeOptions compute;
+  compute.dtype = spec.train().compute_type() == "bf16" ? torch::kBFloat16 : torch::kFloat;
+  compute.norm_rounding = spec.model().norm_rounding() == "after_weight" ? NormRounding::kAfterWeight : NormRounding::kBeforeWeight;
+  compute.loop_experts = spec.model().experts() == "loop";
+  compute.explicit_attention = spec.model().attention() == "explicit";
+  return compute;
+}
+
+DecoderStage::Options DecoderOptionsOf(const cluster::v1::TrainingRunSpec& spec) {
+  DecoderStage::Options options;
+  options.expert_bias_rate = spec.train().expert_bias_rate();
+  options.expert_bias_rule = spec.train().expert_bias_rule() == "centred" ? BiasRule::kCentred : BiasRule::kSign;
+  options.balance_loss_weight = spec.train().balance_loss_weight();
+  options.qk_clip_threshold = spec.optimizer().qk_clip_threshold();
+  return options;
+}
+
 class PlanExecution {
  public:
   PlanExecution(const ComputeWorkerOptions& options, Plan plan) : options_(options), plan_(std::move(plan)) {}
@@ -170,6 +188,7 @@ absl::Status PlanExecution::BuildModel() {
   range.has_head = plan_.part().has_head();
   range.has_vision = plan_.part().has_vision();
   store_.emplace(config, range);
+  store_->set_compute(ComputeOptionsOf(plan_.spec()));
   const worker::v1::InitialState& initial = plan_.initial_state();
   if (initial.path().empty()) {
     DrawFreshWeights(plan_.spec().train().seed(), *store_);
@@ -212,7 +231,7 @@ absl::Status PlanExecution::BuildModel() {
     MOONPIPE_RETURN_IF_ERROR(LoadMasterWeights(files, form_, *store_));
   }
   if (range.has_vision) vision_ = std::make_unique<VisionStage>(&*store_, &*gradients_);
-  if (plan_.role() == common::v1::WORKER_ROLE_DECODER_STAGE) decoder_ = std::make_unique<DecoderStage>(&*store_, &*gradients_);
+  if (plan_.role() == common::v1::WORKER_ROLE_DECODER_STAGE) decoder_ = std::make_unique<DecoderStage>(&*store_, &*gradients_, DecoderOptionsOf(plan_.spec()));
   return absl::OkStatus();
 }
 
@@ -380,7 +399,7 @@ absl::Status PlanExecution::Commit(const CommitStep& step) {
     const absl::Time begin = absl::Now();
     const bool vision_moves = plan_.spec().train().step_idle_parts() || vision_ == nullptr || vision_->had_work();
     optimizer_->Step(step.clip_factor(), step.learning_rate_factor(), vision_moves, /*move_decoder=*/true);
-    if (decoder_ != nullptr) decoder_->UpdateExpertBiases(step, plan_.spec().train().expert_bias_rate());
+    if (decoder_ != nullptr) decoder_->AfterStep(step);
     const absl::Time end = absl::Now();
     metrics_->AddPhase(StagePhase::kOptimizer, end - begin);
     if (store_->range().has_vision) metrics_->model_flops("vision").Add(pending_vision_flops_);

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "moonpipe/base/nearest_name.h"
+#include "moonpipe/train/muon_parts.h"
 
 namespace moonpipe {
 
@@ -30,6 +31,8 @@ bool MatchesPattern(absl::string_view pattern, absl::string_view text) {
   while (p < pattern.size() && pattern[p] == '*') ++p;
   return p == pattern.size();
 }
+
+const char* UpdateKindName(UpdateKind kind) { return kind == UpdateKind::kMuon ? "muon" : "adamw"; }
 
 namespace {
 
@@ -62,13 +65,16 @@ absl::StatusOr<std::vector<UpdateRule>> AssignUpdateRules(const OptimizerSpec& o
   std::vector<UpdateRule> rules;
   for (const TensorSpec& tensor : tensors) {
     UpdateRule rule{optimizer.learning_rate(), optimizer.weight_decay(), !tensor.trainable};
+    std::string kind = optimizer.kind();
     for (const ParameterGroup& group : optimizer.groups()) {
       if (!Matches(group, tensor)) continue;
       if (group.has_learning_rate()) rule.learning_rate = group.learning_rate();
       if (group.has_weight_decay()) rule.weight_decay = group.weight_decay();
       if (group.has_frozen()) rule.frozen = group.frozen();
+      if (group.has_kind()) kind = group.kind();
       break;
     }
+    if (kind == UpdateKindName(UpdateKind::kMuon) && TakesMuon(tensor)) rule.kind = UpdateKind::kMuon;
     rules.push_back(rule);
   }
   return rules;

@@ -139,6 +139,7 @@ absl::Status RunSession::TakeStep(uint64_t step) {
     commit.set_clip_factor(decision.clip_factor);
     commit.set_learning_rate_factor(factor);
     for (const auto& counts : decision.expert_counts) *commit.add_expert_counts() = counts;
+    for (const auto& logits : decision.largest_logits) *commit.add_largest_logits() = logits;
   } else {
     command.mutable_skip_step()->set_generation(generation_);
     command.mutable_skip_step()->set_step(step);

@@ -136,6 +136,26 @@ absl::StatusOr<std::vector<worker::v1::ExpertCounts>> SumExpertCounts(const Repo
   return sums;
 }
 
+absl::StatusOr<std::vector<worker::v1::LargestLogits>> MaximumLogits(const Reports& reports) {
+  std::map<uint32_t, worker::v1::LargestLogits> layers;
+  for (const auto& [worker, report] : reports) {
+    for (const worker::v1::LargestLogits& logits : report.largest_logits()) {
+      const auto [layer, is_new] = layers.emplace(logits.layer(), logits);
+      if (is_new) continue;
+      worker::v1::LargestLogits& largest = layer->second;
+      if (largest.logits_size() != logits.logits_size()) {
+        return absl::InvalidArgumentError(absl::StrCat("worker ", worker, " reports the logits of ", logits.logits_size(),
+                                                       " heads in layer ", logits.layer(), ", another worker ",
+                                                       largest.logits_size()));
+      }
+      for (int i = 0; i < logits.logits_size(); ++i) largest.set_logits(i, std::max(largest.logits(i), logits.logits(i)));
+    }
+  }
+  std::vector<worker::v1::LargestLogits> all;
+  for (const auto& [layer, logits] : layers) all.push_back(logits);
+  return all;
+}
+
 double BubbleRatio(const Reports& reports) {
   int64_t begin = std::numeric_limits<int64_t>::max();
   int64_t end = std::numeric_limits<int64_t>::min();
@@ -171,6 +191,8 @@ absl::StatusOr<StepDecision> DecideStep(const StepInputs& inputs, const Reports&
   MOONPIPE_ASSIGN_OR_RETURN(const double squared_norm, SquaredNorm(inputs, reports));
   MOONPIPE_ASSIGN_OR_RETURN(const double loss_sum, LossSum(inputs, reports));
   MOONPIPE_ASSIGN_OR_RETURN(decision.expert_counts, SumExpertCounts(reports));
+  MOONPIPE_ASSIGN_OR_RETURN(decision.largest_logits, MaximumLogits(reports));
+  for (const auto& [worker, report] : reports) decision.balance_loss += report.balance_loss();
   decision.bubble_ratio = BubbleRatio(reports);
   for (const auto& [worker, report] : reports) {
     decision.peak_memory_bytes = std::max(decision.peak_memory_bytes, report.peak_memory_bytes());

@@ -32,6 +32,8 @@ struct StepDecision {
   double loss = 0;          // mean over the trained labels of the step; 0 where there is none
   uint64_t trained_labels = 0;
   std::vector<worker::v1::ExpertCounts> expert_counts;  // summed over the workers, layers ascending
+  std::vector<worker::v1::LargestLogits> largest_logits;  // the maximum over the workers, layers ascending; for QK-clip
+  double balance_loss = 0;                                // summed over the workers
   // Part of the decoder stages' time between the first begin and the last end of any action in which they computed
   // neither forward nor backward, 0 to 1; 0 where nothing was timed.
   double bubble_ratio = 0;
@@ -42,7 +44,7 @@ struct StepDecision {
 // depend on neither the number of stages nor the order in which reports came in. ABORTED for a report of another
 // generation or step; FAILED_PRECONDITION for a missing worker or one that nobody expects; INVALID_ARGUMENT, naming it,
 // for a parameter norm that is missing, double, unknown or negative, for a microbatch loss that is missing, double or
-// counts other labels than the manifest, and for expert counts of unequal length.
+// counts other labels than the manifest, and for expert counts or largest logits of unequal length.
 absl::StatusOr<StepDecision> DecideStep(const StepInputs& inputs,
                                         const std::map<uint32_t, worker::v1::StepReport>& reports);
 

@@ -102,12 +102,23 @@ TEST(SpecValidation, AFlavorIsKnown) {
 
 TEST(SpecValidation, NamesAreKnown) {
   EXPECT_THAT(WrongFields([](auto& s) {
+                s.mutable_model()->set_experts("group");
+                s.mutable_model()->set_attention("flash");
+                s.mutable_model()->set_norm_rounding("after");
+                s.mutable_train()->set_expert_bias_rule("signs");
+                s.mutable_train()->set_compute_type("fp16");
+                s.mutable_train()->set_recompute("some");
+                s.mutable_optimizer()->set_kind("adam");
+                s.mutable_optimizer()->add_groups()->set_match("vision");
+                s.mutable_optimizer()->mutable_groups(0)->set_kind("sgd");
                 s.mutable_data()->set_chat_template("kimi");
                 s.mutable_data()->set_too_long("cut");
                 s.mutable_pipeline()->set_schedule("1f1c");
                 s.mutable_vision()->set_placement(static_cast<cluster::v1::VisionSpec::Placement>(9));
               }),
-              UnorderedElementsAre("data.chat_template", "data.too_long", "pipeline.schedule", "vision.placement"));
+              UnorderedElementsAre("model.experts", "model.attention", "model.norm_rounding", "train.expert_bias_rule", "train.compute_type",
+                                   "train.recompute", "optimizer.kind", "optimizer.groups[0].kind", "data.chat_template", "data.too_long",
+                                   "pipeline.schedule", "vision.placement"));
 }
 
 TEST(SpecValidation, CountsAreAtLeastOne) {

@@ -206,6 +206,28 @@ TEST_F(StepCommitTest, ExpertCountsAreSummedByLayer) {
   ExpectError(absl::StatusCode::kInvalidArgument, AllOf(HasSubstr("1 experts in layer 1"), HasSubstr("2")));
 }
 
+TEST_F(StepCommitTest, LargestLogitsAreTheMaximumOverTheWorkersByHead) {
+  const auto add = [&](uint32_t worker, uint32_t layer, std::vector<double> logits) {
+    auto* entry = Report(worker).add_largest_logits();
+    entry->set_layer(layer);
+    for (double logit : logits) entry->add_logits(logit);
+  };
+  add(2, 3, {1, 120});
+  add(1, 1, {-5, 0});
+  add(1, 3, {10, 20});
+  Report(1).set_balance_loss(0.25);
+  Report(2).set_balance_loss(0.5);
+  auto decision = DecideStep(inputs_, reports_);
+  ASSERT_TRUE(decision.ok());
+  ASSERT_EQ(decision->largest_logits.size(), 2U);
+  EXPECT_EQ(decision->largest_logits[0].layer(), 1U);
+  EXPECT_THAT(decision->largest_logits[0].logits(), ElementsAre(-5, 0));
+  EXPECT_THAT(decision->largest_logits[1].logits(), ElementsAre(10, 120));
+  EXPECT_EQ(decision->balance_loss, 0.75);
+  add(1, 1, {1});
+  ExpectError(absl::StatusCode::kInvalidArgument, AllOf(HasSubstr("1 heads in layer 1"), HasSubstr("2")));
+}
+
 TEST_F(StepCommitTest, TheBubbleIsTheIdlePartOfTheDecoderStages) {
   EXPECT_EQ(DecideStep(inputs_, reports_)->bubble_ratio, 0);
   AddTiming(1, "0F0", 0, 40);
