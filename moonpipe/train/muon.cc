@@ -31,6 +31,7 @@ Tensor Orthogonalize(const Tensor& matrix_RC) {
 void TakeMuonStep(const MuonStep& step, const std::vector<MatrixPart>& parts, Tensor value, const Tensor& gradient, Tensor momentum) {
   momentum.lerp_(gradient, 1 - step.momentum);
   const Tensor update = gradient.lerp(momentum, step.momentum);
+  if (step.learning_rate == 0) return;  // not even the sign of a zero moves
   value.mul_(1 - step.learning_rate * step.weight_decay);
   const int64_t columns = value.size(1);
   for (const MatrixPart& part : parts) {
