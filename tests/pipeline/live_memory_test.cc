@@ -82,7 +82,8 @@ data::v1::StepManifest ManifestOf(const Shape& shape) {
       tokens += length;
     }
     microbatch->set_tokens(tokens);
-    microbatch->set_trained_labels(tokens);
+    // The first label of a document has nothing before it.
+    microbatch->set_trained_labels(tokens - static_cast<uint32_t>(shape.documents.size()));
     uint32_t rows = 0;
     for (const auto& [frames, height, width] : shape.grids) {
       auto* grid = microbatch->add_grids();
