@@ -19,7 +19,6 @@ void ResolveDefaults(cluster::v1::TrainingRunSpec* spec) {
   DEFAULT_TO(data, chat_template, "kimi-vl");
   DEFAULT_TO(data, packing_window, 256);
   DEFAULT_TO(data, too_long, "drop");
-  DEFAULT_TO(data, max_patches, 4096);
   DEFAULT_TO(data, allow_outside_paths, false);
   DEFAULT_TO(data, random_shift_pixels, 0u);
   DEFAULT_TO(data, random_rotation_degrees, 0.0);

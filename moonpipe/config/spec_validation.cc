@@ -107,7 +107,7 @@ void CheckData(const cluster::v1::DataSpec& data, Violations* v) {
   v->OneOf("data.chat_template", data.chat_template(), {"kimi-vl", "moonlight"});
   v->AtLeastOne("data.packing_window", data.packing_window());
   v->OneOf("data.too_long", data.too_long(), {"drop"});
-  v->AtLeastOne("data.max_patches", data.max_patches());
+  if (data.has_max_patches()) v->AtLeastOne("data.max_patches", data.max_patches());
   v->NotNegative("data.random_rotation_degrees", data.random_rotation_degrees());
   v->NotNegative("data.random_scale", data.random_scale());
 }

@@ -84,7 +84,7 @@ class LoadedDecodeSource : public DecodeSource {
         if (swap_pictures && document.pictures.size() == 2) std::swap(document.pictures[0], document.pictures[1]);
         documents.push_back(std::move(document));
       }
-      AppendMicrobatch(documents, loader_->options().merge, loader_->options().ignore_index, step);
+      AppendMicrobatch(documents, loader_->options().pictures.merge, loader_->options().ignore_index, step);
       const std::vector<uint8_t>& patches = step.microbatches.back().patches;
       patches_digests.push_back(Sha256Hex(absl::string_view(reinterpret_cast<const char*>(patches.data()), patches.size())));
     }

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <string>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "moonpipe/base/status_macros.h"
+#include "moonpipe/data/background.h"
 #include "moonpipe/data/png_decoder.h"
 #include "moonpipe/data/resize.h"
 #include "moonpipe/data/skip.h"
@@ -27,55 +29,65 @@ std::string DescribeFormat(absl::string_view bytes) {
   return absl::StrCat("the picture is a ", name, "; only PNG can be read");
 }
 
-}  // namespace
-
-absl::StatusOr<PictureSize> SizePicture(int32_t width, int32_t height, const PictureRule& rule) {
-  PictureSize size{width, height};
-  const int64_t patches = int64_t{width / rule.patch_size} * (height / rule.patch_size);
-  if (patches > rule.max_patches) {
-    const double scale = std::sqrt(static_cast<double>(rule.max_patches) / static_cast<double>(patches));
-    size.width = static_cast<int32_t>(width * scale);
-    size.height = static_cast<int32_t>(height * scale);
+// The middle of a picture that is at least as large. Halves round to even, as the reference's crop does.
+RgbImage CropMiddle(const RgbImage& image, int32_t width, int32_t height) {
+  const auto left = static_cast<size_t>(std::nearbyint((image.width - width) / 2.0));
+  const auto top = static_cast<size_t>(std::nearbyint((image.height - height) / 2.0));
+  RgbImage result{width, height, std::vector<uint8_t>(static_cast<size_t>(width) * height * 3)};
+  const size_t bytes = static_cast<size_t>(width) * 3;
+  for (size_t y = 0; y < static_cast<size_t>(height); ++y) {
+    std::memcpy(result.pixels.data() + y * bytes, image.pixels.data() + ((top + y) * image.width + left) * 3, bytes);
   }
-  if (size.width < 1 || size.height < 1) {
-    return SkipError(kBadPicture, absl::StrCat("a picture of ", width, "x", height, " pixels shrinks to nothing under the limit of ",
-                                               rule.max_patches, " patches"));
-  }
-  const int64_t unit = int64_t{rule.patch_size} * rule.merge;
-  const int64_t padded_width = (size.width + unit - 1) / unit * unit, padded_height = (size.height + unit - 1) / unit * unit;
-  const int64_t columns = padded_width / rule.patch_size, rows = padded_height / rule.patch_size;
-  if (columns >= kSidePatchLimit || rows >= kSidePatchLimit) {
-    return SkipError(kBadPicture, absl::StrCat("a picture of ", width, "x", height, " pixels makes ", rows, "x", columns,
-                                               " patches; a side must have fewer than ", kSidePatchLimit));
-  }
-  size.padded_width = static_cast<int32_t>(padded_width);
-  size.padded_height = static_cast<int32_t>(padded_height);
-  size.rows = static_cast<uint32_t>(rows);
-  size.columns = static_cast<uint32_t>(columns);
-  return size;
+  return result;
 }
 
-std::vector<uint8_t> CutPatches(const RgbImage& image, uint32_t rows, uint32_t columns, int32_t patch_size) {
-  const size_t side = static_cast<size_t>(patch_size);
-  std::vector<uint8_t> patches(size_t{rows} * columns * 3 * side * side);
+}  // namespace
+
+std::vector<uint8_t> CutPatches(const RgbImage& image, uint32_t rows, uint32_t columns, const PictureRule& rule) {
+  const auto side = static_cast<size_t>(rule.patch_size);
+  const size_t plane = side * side;
+  std::vector<uint8_t> patches(size_t{rows} * columns * 3 * plane);
+  const std::vector<int64_t> sequence = PatchSequence(rule.patch_order, rows, columns, rule.merge, rule.merge);
+  std::vector<size_t> place_of(sequence.size());
+  for (size_t place = 0; place < sequence.size(); ++place) place_of[static_cast<size_t>(sequence[place])] = place;
+  const auto width = static_cast<size_t>(image.width);
   for (size_t y = 0; y < static_cast<size_t>(image.height); ++y) {
-    const uint8_t* in = image.pixels.data() + y * image.width * 3;
-    for (size_t x = 0; x < static_cast<size_t>(image.width); ++x, in += 3) {
-      const size_t patch = y / side * columns + x / side;
-      uint8_t* out = patches.data() + patch * 3 * side * side + y % side * side + x % side;
-      for (size_t c = 0; c < 3; ++c) out[c * side * side] = in[c];
+    const uint8_t* in = image.pixels.data() + y * width * 3;
+    for (size_t left = 0; left < width; left += side) {
+      uint8_t* out = patches.data() + place_of[y / side * columns + left / side] * 3 * plane + y % side * side;
+      const size_t end = std::min(side, width - left);
+      for (size_t x = 0; x < end; ++x, in += 3) {
+        out[x] = in[0];
+        out[x + plane] = in[1];
+        out[x + 2 * plane] = in[2];
+      }
     }
   }
   return patches;
 }
 
+absl::StatusOr<PicturePatches> ProcessImage(const RgbImage& image, const PictureRule& rule) {
+  MOONPIPE_ASSIGN_OR_RETURN(const PictureSize size, SizePicture(image.width, image.height, rule));
+  RgbImage changed;
+  const RgbImage* current = &image;
+  if (size.width != image.width || size.height != image.height) {
+    changed = ResizeBicubic(image, size.width, size.height);
+    current = &changed;
+  }
+  if (!rule.pad && (size.padded_width != size.width || size.padded_height != size.height)) {
+    changed = CropMiddle(*current, size.padded_width, size.padded_height);
+    current = &changed;
+  }
+  return PicturePatches{size.rows, size.columns, CutPatches(*current, size.rows, size.columns, rule)};
+}
+
 absl::StatusOr<PicturePatches> ProcessPicture(absl::string_view file_bytes, const PictureRule& rule) {
   if (!absl::StartsWith(file_bytes, kPngSignature)) return SkipError(kBadPicture, DescribeFormat(file_bytes));
-  absl::StatusOr<RgbImage> image = DecodePng(file_bytes);
+  std::vector<uint8_t> alpha;
+  absl::StatusOr<RgbImage> image = DecodePng(file_bytes, kMostPixels, rule.background.has_value() ? &alpha : nullptr);
   if (!image.ok()) return SkipError(kBadPicture, image.status().message());
-  MOONPIPE_ASSIGN_OR_RETURN(const PictureSize size, SizePicture(image->width, image->height, rule));
-  if (size.width != image->width || size.height != image->height) image = ResizeBicubic(*image, size.width, size.height);
-  return PicturePatches{size.rows, size.columns, CutPatches(*image, size.rows, size.columns, rule.patch_size)};
+  if (!alpha.empty()) LayOverBackground(alpha, *rule.background, *image);
+  return ProcessImage(*image, rule);
 }
 
 }  // namespace moonpipe

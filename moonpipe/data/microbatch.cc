@@ -35,7 +35,7 @@ void AppendMicrobatch(const std::vector<Document>& documents, int32_t merge, int
     for (const PicturePatches* picture : document.pictures) {
       microbatch.patches.insert(microbatch.patches.end(), picture->patches.begin(), picture->patches.end());
       common::v1::MediaGrid& grid = *manifest.add_grids();
-      grid.set_frames(1);
+      grid.set_frames(picture->frames);
       grid.set_rows(picture->rows);
       grid.set_columns(picture->columns);
       feature_rows += MediaPositions(picture->rows, picture->columns, merge);

@@ -21,13 +21,6 @@ uint64_t Mix(uint64_t value) {
 // Uniform in [-1, 1].
 double Signed(uint64_t half) { return static_cast<double>(half) / 2147483647.5 - 1; }
 
-// Index of a pixel in patches [rows * columns, 3, patch, patch].
-size_t PixelIndex(const PicturePatches& picture, int32_t patch, int32_t channel, int32_t y, int32_t x) {
-  const auto p = static_cast<size_t>(patch);
-  const size_t place = static_cast<size_t>(y / patch) * picture.columns + static_cast<size_t>(x / patch);
-  return ((place * 3 + static_cast<size_t>(channel)) * p + static_cast<size_t>(y % patch)) * p + static_cast<size_t>(x % patch);
-}
-
 }  // namespace
 
 std::string PictureWarp::ToString() const {
@@ -51,9 +44,19 @@ PictureWarp DrawWarp(uint64_t seed, uint64_t epoch, uint64_t sample, uint64_t pi
   return warp;
 }
 
-PicturePatches WarpPicture(const PicturePatches& picture, const PictureWarp& warp, int32_t patch_size) {
-  PicturePatches warped{picture.rows, picture.columns, std::vector<uint8_t>(picture.patches.size(), 0)};
-  const auto height = static_cast<int32_t>(picture.rows) * patch_size, width = static_cast<int32_t>(picture.columns) * patch_size;
+PicturePatches WarpPicture(const PicturePatches& picture, const PictureWarp& warp, const PictureRule& rule) {
+  PicturePatches warped{picture.rows, picture.columns, std::vector<uint8_t>(picture.patches.size(), 0), picture.frames};
+  const auto height = static_cast<int32_t>(picture.rows) * rule.patch_size, width = static_cast<int32_t>(picture.columns) * rule.patch_size;
+  const auto side = static_cast<size_t>(rule.patch_size);
+  const size_t plane = side * side, frame_bytes = size_t{picture.rows} * picture.columns * 3 * plane;
+  const std::vector<int64_t> sequence = PatchSequence(rule.patch_order, picture.rows, picture.columns, rule.merge, rule.merge);
+  std::vector<size_t> place_of(sequence.size());
+  for (size_t place = 0; place < sequence.size(); ++place) place_of[static_cast<size_t>(sequence[place])] = place;
+  // Of the first channel of a pixel of the first frame.
+  const auto index = [&](int32_t y, int32_t x) {
+    const auto row = static_cast<size_t>(y), column = static_cast<size_t>(x);
+    return place_of[row / side * picture.columns + column / side] * 3 * plane + row % side * side + column % side;
+  };
   // Twice the distance to the centre is a whole number, and so are all products below.
   for (int32_t y = 0; y < height; ++y) {
     for (int32_t x = 0; x < width; ++x) {
@@ -63,14 +66,15 @@ PicturePatches WarpPicture(const PicturePatches& picture, const PictureWarp& war
       // Shifting a negative number right rounds down.
       const auto left = static_cast<int32_t>(source_x >> 16), top = static_cast<int32_t>(source_y >> 16);
       const int64_t part_x = source_x & (kOne - 1), part_y = source_y & (kOne - 1);
-      for (int32_t channel = 0; channel < 3; ++channel) {
+      for (size_t i = 0; i < size_t{3} * picture.frames; ++i) {
+        const size_t from = i / 3 * frame_bytes + i % 3 * plane;
         auto pixel = [&](int32_t row, int32_t column) -> int64_t {
           if (row < 0 || column < 0 || row >= height || column >= width) return 0;
-          return picture.patches[PixelIndex(picture, patch_size, channel, row, column)];
+          return picture.patches[from + index(row, column)];
         };
         const int64_t upper = pixel(top, left) * (kOne - part_x) + pixel(top, left + 1) * part_x;
         const int64_t lower = pixel(top + 1, left) * (kOne - part_x) + pixel(top + 1, left + 1) * part_x;
-        warped.patches[PixelIndex(picture, patch_size, channel, y, x)] =
+        warped.patches[from + index(y, x)] =
             static_cast<uint8_t>((upper * (kOne - part_y) + lower * part_y + kOne * kOne / 2) / (kOne * kOne));
       }
     }

@@ -31,7 +31,8 @@ struct PictureWarp {
 // Uniform within the limits; the scale uniform in its logarithm.
 PictureWarp DrawWarp(uint64_t seed, uint64_t epoch, uint64_t sample, uint64_t picture, const WarpLimits& limits);
 
-// The picture moved within its grid, interpolated between the four nearest pixels; what comes in from outside is 0, as padding is.
-PicturePatches WarpPicture(const PicturePatches& picture, const PictureWarp& warp, int32_t patch_size);
+// The picture moved within its grid, all frames of a clip alike, interpolated between the four nearest pixels; what comes in from
+// outside is 0, as padding is. `rule` is the one that cut it.
+PicturePatches WarpPicture(const PicturePatches& picture, const PictureWarp& warp, const PictureRule& rule);
 
 }  // namespace moonpipe

@@ -45,14 +45,23 @@ class PngReader {
     return png_get_color_type(png_, info_) == PNG_COLOR_TYPE_GRAY && png_get_bit_depth(png_, info_) == 16;
   }
 
-  // `rows` points to height() rows of width() x `pixel_bytes` bytes: 2 for a wide grey picture, else 3.
+  // By an alpha channel, or by a palette's or one colour's.
+  bool is_transparent() const {
+    return (png_get_color_type(png_, info_) & PNG_COLOR_MASK_ALPHA) != 0 || png_get_valid(png_, info_, PNG_INFO_tRNS) != 0;
+  }
+
+  // `rows` points to height() rows of width() x `pixel_bytes` bytes: 2 for a wide grey picture, 4 with alpha, else 3.
   bool ReadPixels(png_bytep* rows, size_t pixel_bytes) {
     if (setjmp(png_jmpbuf(png_)) != 0) return false;
     if (!is_wide_grey()) {
       png_set_palette_to_rgb(png_);
       png_set_expand_gray_1_2_4_to_8(png_);
       png_set_strip_16(png_);
-      png_set_strip_alpha(png_);
+      if (pixel_bytes == 4) {
+        png_set_tRNS_to_alpha(png_);
+      } else {
+        png_set_strip_alpha(png_);
+      }
       png_set_gray_to_rgb(png_);
     }
     png_set_interlace_handling(png_);
@@ -86,7 +95,8 @@ class PngReader {
 
 }  // namespace
 
-absl::StatusOr<RgbImage> DecodePng(absl::string_view bytes, int64_t most_pixels) {
+absl::StatusOr<RgbImage> DecodePng(absl::string_view bytes, int64_t most_pixels, std::vector<uint8_t>* alpha) {
+  if (alpha != nullptr) alpha->clear();
   PngReader reader(bytes);
   if (!reader.ReadHeader()) return absl::InvalidArgumentError(absl::StrCat("damaged PNG: ", reader.error()));
   const int64_t width = reader.width(), height = reader.height();
@@ -94,7 +104,7 @@ absl::StatusOr<RgbImage> DecodePng(absl::string_view bytes, int64_t most_pixels)
     return absl::InvalidArgumentError(absl::StrCat("PNG of ", width, "x", height, " pixels; the limit is ", most_pixels, " pixels"));
   }
   const size_t pixels = static_cast<size_t>(width * height);
-  const size_t pixel_bytes = reader.is_wide_grey() ? 2 : 3;
+  const size_t pixel_bytes = reader.is_wide_grey() ? 2 : alpha != nullptr && reader.is_transparent() ? 4 : 3;
   RgbImage image{static_cast<int32_t>(width), static_cast<int32_t>(height), std::vector<uint8_t>(pixels * pixel_bytes)};
   std::vector<png_bytep> rows(height);
   for (size_t y = 0; y < rows.size(); ++y) rows[y] = image.pixels.data() + y * static_cast<size_t>(width) * pixel_bytes;
@@ -106,6 +116,14 @@ absl::StatusOr<RgbImage> DecodePng(absl::string_view bytes, int64_t most_pixels)
       std::fill_n(clipped.begin() + static_cast<ptrdiff_t>(i * 3), 3, value);
     }
     image.pixels = std::move(clipped);
+  }
+  if (pixel_bytes == 4) {
+    alpha->resize(pixels);
+    for (size_t i = 0; i < pixels; ++i) {
+      (*alpha)[i] = image.pixels[4 * i + 3];
+      std::memmove(image.pixels.data() + 3 * i, image.pixels.data() + 4 * i, 3);
+    }
+    image.pixels.resize(pixels * 3);
   }
   return image;
 }

@@ -50,50 +50,87 @@ std::vector<Taps> MakeTaps(int32_t in, int32_t out) {
   return result;
 }
 
+constexpr int32_t kHalf = 1 << (kFractionBits - 1);
+
 uint8_t ToByte(int32_t sum) { return static_cast<uint8_t>(std::clamp(sum >> kFractionBits, 0, 255)); }
 
-RgbImage ResizeRows(const RgbImage& image, int32_t width) {
+// One pixel: red, green, blue and nothing.
+using Lanes = int32_t __attribute__((vector_size(16)));
+
+// Both passes are whole numbers, so every machine's instructions give the same bytes. They are compiled once for any machine and once
+// for AVX2, which multiplies 32-bit numbers four times as fast.
+__attribute__((always_inline)) inline void FilterRow(const Lanes* in, const std::vector<Taps>& taps, uint8_t* out) {
+  for (const Taps& tap : taps) {
+    Lanes sum = {kHalf, kHalf, kHalf, kHalf};
+    const Lanes* pixel = in + tap.first;
+    for (const int32_t weight : tap.weights) sum += *pixel++ * weight;
+    for (int c = 0; c < 3; ++c) *out++ = ToByte(sum[c]);
+  }
+}
+
+__attribute__((always_inline)) inline void FilterColumns(const uint8_t* in, size_t stride, const Taps& tap, int32_t* sums, uint8_t* out) {
+  std::fill(sums, sums + stride, kHalf);
+  for (const int32_t weight : tap.weights) {
+#pragma omp simd
+    for (size_t i = 0; i < stride; ++i) sums[i] += in[i] * weight;
+    in += stride;
+  }
+#pragma omp simd
+  for (size_t i = 0; i < stride; ++i) out[i] = ToByte(sums[i]);
+}
+
+void FilterRowPlain(const Lanes* in, const std::vector<Taps>& taps, uint8_t* out) { FilterRow(in, taps, out); }
+void FilterColumnsPlain(const uint8_t* in, size_t stride, const Taps& tap, int32_t* sums, uint8_t* out) {
+  FilterColumns(in, stride, tap, sums, out);
+}
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void FilterRowAvx2(const Lanes* in, const std::vector<Taps>& taps, uint8_t* out) {
+  FilterRow(in, taps, out);
+}
+__attribute__((target("avx2"))) void FilterColumnsAvx2(const uint8_t* in, size_t stride, const Taps& tap, int32_t* sums, uint8_t* out) {
+  FilterColumns(in, stride, tap, sums, out);
+}
+bool HasAvx2() { return __builtin_cpu_supports("avx2") != 0; }
+#else
+constexpr auto FilterRowAvx2 = FilterRowPlain;
+constexpr auto FilterColumnsAvx2 = FilterColumnsPlain;
+bool HasAvx2() { return false; }
+#endif
+
+RgbImage ResizeRows(const RgbImage& image, int32_t width, bool avx2) {
   const std::vector<Taps> taps = MakeTaps(image.width, width);
+  const auto filter = avx2 ? FilterRowAvx2 : FilterRowPlain;
   RgbImage result{width, image.height, std::vector<uint8_t>(static_cast<size_t>(width) * image.height * 3)};
+  std::vector<Lanes> lanes(static_cast<size_t>(image.width));
   for (int32_t y = 0; y < image.height; ++y) {
     const uint8_t* row = image.pixels.data() + static_cast<size_t>(y) * image.width * 3;
-    uint8_t* out = result.pixels.data() + static_cast<size_t>(y) * width * 3;
-    for (const Taps& tap : taps) {
-      int32_t sum[3] = {1 << (kFractionBits - 1), 1 << (kFractionBits - 1), 1 << (kFractionBits - 1)};
-      const uint8_t* in = row + static_cast<size_t>(tap.first) * 3;
-      for (const int32_t weight : tap.weights) {
-        for (int c = 0; c < 3; ++c) sum[c] += in[c] * weight;
-        in += 3;
-      }
-      for (int c = 0; c < 3; ++c) *out++ = ToByte(sum[c]);
+    for (Lanes& pixel : lanes) {
+      pixel = Lanes{row[0], row[1], row[2], 0};
+      row += 3;
     }
+    filter(lanes.data(), taps, result.pixels.data() + static_cast<size_t>(y) * width * 3);
   }
   return result;
 }
 
-RgbImage ResizeColumns(const RgbImage& image, int32_t height) {
+RgbImage ResizeColumns(const RgbImage& image, int32_t height, bool avx2) {
   const std::vector<Taps> taps = MakeTaps(image.height, height);
+  const auto filter = avx2 ? FilterColumnsAvx2 : FilterColumnsPlain;
   const size_t stride = static_cast<size_t>(image.width) * 3;
   RgbImage result{image.width, height, std::vector<uint8_t>(stride * height)};
   std::vector<int32_t> sums(stride);
   for (int32_t y = 0; y < height; ++y) {
-    std::fill(sums.begin(), sums.end(), 1 << (kFractionBits - 1));
-    const uint8_t* in = image.pixels.data() + taps[y].first * stride;
-    for (const int32_t weight : taps[y].weights) {
-      for (size_t i = 0; i < stride; ++i) sums[i] += in[i] * weight;
-      in += stride;
-    }
-    uint8_t* out = result.pixels.data() + y * stride;
-    for (size_t i = 0; i < stride; ++i) out[i] = ToByte(sums[i]);
+    filter(image.pixels.data() + taps[y].first * stride, stride, taps[y], sums.data(), result.pixels.data() + y * stride);
   }
   return result;
 }
 
 }  // namespace
 
-RgbImage ResizeBicubic(const RgbImage& image, int32_t width, int32_t height) {
-  RgbImage result = width == image.width ? image : ResizeRows(image, width);
-  return height == result.height ? result : ResizeColumns(result, height);
+RgbImage ResizeBicubic(const RgbImage& image, int32_t width, int32_t height, bool plain) {
+  const bool avx2 = !plain && HasAvx2();
+  RgbImage result = width == image.width ? image : ResizeRows(image, width, avx2);
+  return height == result.height ? result : ResizeColumns(result, height, avx2);
 }
 
 }  // namespace moonpipe

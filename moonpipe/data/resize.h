@@ -6,7 +6,8 @@
 
 namespace moonpipe {
 
-// `width` and `height` are positive. A side that does not change is not filtered.
-RgbImage ResizeBicubic(const RgbImage& image, int32_t width, int32_t height);
+// `width` and `height` are positive. A side that does not change is not filtered. `plain` keeps to instructions that every machine has,
+// with the same bytes.
+RgbImage ResizeBicubic(const RgbImage& image, int32_t width, int32_t height, bool plain = false);
 
 }  // namespace moonpipe

@@ -13,8 +13,7 @@ namespace {
 absl::Status CheckOptions(const StepSourceOptions& options) {
   const std::pair<const char*, int64_t> positive[] = {
       {"microbatches", options.microbatches}, {"microbatch_tokens", options.microbatch_tokens},
-      {"packing_window", options.packing_window}, {"max_patches", options.max_patches},
-      {"patch_size", options.patch_size}, {"merge", options.merge}, {"vocab_size", options.vocab_size}};
+      {"packing_window", options.packing_window}, {"vocab_size", options.vocab_size}};
   for (const auto& [name, value] : positive) {
     if (value < 1) return absl::InvalidArgumentError(absl::StrCat(name, " is ", value, "; it must be at least 1"));
   }
@@ -57,7 +56,6 @@ absl::StatusOr<std::unique_ptr<SampleLoader>> SampleLoader::Open(const StepSourc
   std::unique_ptr<SampleLoader> loader(new SampleLoader());
   loader->options_ = options;
   loader->cache_limit_ = cache_bytes;
-  loader->rule_ = {options.patch_size, options.merge, options.max_patches};
   MOONPIPE_ASSIGN_OR_RETURN(loader->tokenizer_, Tokenizer::Load(options.tokenizer_folder));
   MOONPIPE_ASSIGN_OR_RETURN(loader->template_, ChatTemplate::Make(options.chat_template, loader->tokenizer_.get()));
   MOONPIPE_RETURN_IF_ERROR(CheckAgainstModel(*loader->tokenizer_, *loader->template_, options));
@@ -76,7 +74,7 @@ absl::StatusOr<std::pair<Record, std::vector<PicturePatches>>> SampleLoader::Rea
   }
   std::vector<PicturePatches> pictures;
   for (size_t i = 0; i < raw.pictures.size(); ++i) {
-    absl::StatusOr<PicturePatches> picture = ProcessPicture(raw.pictures[i], rule_);
+    absl::StatusOr<PicturePatches> picture = ProcessPicture(raw.pictures[i], options_.pictures);
     // A data URI would flood the message.
     if (!picture.ok()) return Annotate(picture.status(), raw.record.pictures[i].substr(0, 80));
     pictures.push_back(*std::move(picture));
@@ -86,7 +84,7 @@ absl::StatusOr<std::pair<Record, std::vector<PicturePatches>>> SampleLoader::Rea
 
 std::vector<uint32_t> SampleLoader::Positions(const std::vector<PicturePatches>& pictures) const {
   std::vector<uint32_t> positions;
-  for (const PicturePatches& picture : pictures) positions.push_back(MediaPositions(picture.rows, picture.columns, rule_.merge));
+  for (const PicturePatches& picture : pictures) positions.push_back(MediaPositions(picture.rows, picture.columns, options_.pictures.merge));
   return positions;
 }
 

@@ -69,7 +69,6 @@ class SampleLoader {
   void Keep(uint64_t index, std::shared_ptr<const PreparedSample> sample);
 
   StepSourceOptions options_;
-  PictureRule rule_;
   std::unique_ptr<Tokenizer> tokenizer_;
   std::optional<ChatTemplate> template_;
   std::unique_ptr<SampleReader> reader_;

@@ -155,7 +155,7 @@ class PackedStepSource : public StepSource {
           document.pictures.push_back(&sample->pictures[i]);
           continue;
         }
-        warped.push_back(WarpPicture(sample->pictures[i], warp, loader_->options().patch_size));
+        warped.push_back(WarpPicture(sample->pictures[i], warp, loader_->options().pictures));
         document.pictures.push_back(&warped.back());
         digest += warp.ToString();
       }
@@ -163,7 +163,7 @@ class PackedStepSource : public StepSource {
       digest += sample->patches_digest;
       held.push_back(std::move(sample));
     }
-    AppendMicrobatch(documents, loader_->options().merge, loader_->options().ignore_index, step);
+    AppendMicrobatch(documents, loader_->options().pictures.merge, loader_->options().ignore_index, step);
     return digest;
   }
 

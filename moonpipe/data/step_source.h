@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "moonpipe/data/picture_rule.h"
 #include "moonpipe/data/picture_warp.h"
 #include "moonpipe/data/v1/manifest.pb.h"
 
@@ -36,9 +37,7 @@ struct StepSourceOptions {
   int32_t microbatches = 1;
   int32_t microbatch_tokens = 0;
   int32_t packing_window = 256;
-  int32_t max_patches = 4096;
-  int32_t patch_size = 14;
-  int32_t merge = 2;
+  PictureRule pictures;  // a rule without a limit: no sample may have a picture
   uint64_t seed = 0;
   bool allow_outside_paths = false;
   WarpLimits random_warp;  // training pictures only

@@ -63,15 +63,20 @@ void VisionTower::CheckGrids(const Tensor& patches, const std::vector<PatchGrid>
 const VisionTower::Geometry& VisionTower::GeometryOf(const PatchGrid& grid) {
   const auto found = geometries_.find({grid.rows, grid.cols});
   if (found != geometries_.end()) return found->second;
-  const RotaryTable rotary = MakeRotaryTable(PatchAngles(grid.rows, grid.cols, config_.head_dim()));
-  const Tensor order = torch::arange(grid.rows * grid.cols)
-                           .view({grid.rows / config_.merge_height, config_.merge_height, grid.cols / config_.merge_width, config_.merge_width})
-                           .permute({0, 2, 1, 3})
-                           .flatten();
+  RotaryTable rotary = MakeRotaryTable(PatchAngles(grid.rows, grid.cols, config_.head_dim()));
+  const Tensor blocks = torch::tensor(PatchSequence(PatchOrder::kBlock, grid.rows, grid.cols, config_.merge_height, config_.merge_width));
   Geometry geometry{CubicWeights(grid.rows, config_.init_pos_emb_height).to(device_),
                     CubicWeights(grid.cols, config_.init_pos_emb_width).to(device_),
-                    {rotary.cos_T1d.to(device_), rotary.sin_T1d.to(device_)},
-                    order};
+                    {},
+                    blocks,
+                    {}};
+  if (config_.patch_order == PatchOrder::kBlock) {
+    // Patches come with their windows together: positions and angles follow them, and nothing is left to merge.
+    rotary = {rotary.cos_T1d.index_select(0, blocks), rotary.sin_T1d.index_select(0, blocks)};
+    geometry.merge_order = torch::arange(grid.rows * grid.cols);
+    geometry.position_order = blocks.to(device_);
+  }
+  geometry.rotary = {rotary.cos_T1d.to(device_), rotary.sin_T1d.to(device_)};
   return geometries_.emplace(std::pair(grid.rows, grid.cols), std::move(geometry)).first->second;
 }
 
@@ -82,7 +87,8 @@ Tensor VisionTower::Embed(const Tensor& patches, const std::vector<PatchGrid>& g
 
   const auto positions_of = [&](const PatchGrid& grid) {
     const Geometry& geometry = GeometryOf(grid);
-    const Tensor frame = InterpolatePositions(positions_, geometry.cubic_rows, geometry.cubic_cols);
+    Tensor frame = InterpolatePositions(positions_, geometry.cubic_rows, geometry.cubic_cols);
+    if (geometry.position_order.defined()) frame = frame.index_select(0, geometry.position_order);
     if (grid.frames == 1) return frame;
     const Tensor times = FramePositions(grid.frames, config_.hidden_size).to(frame.options());
     return (times.unsqueeze(1) + frame.unsqueeze(0)).flatten(0, 1);

@@ -38,7 +38,7 @@ class VisionTower {
   // Keeps handles to the store's parameters, not the store, whose part must have the vision tower.
   explicit VisionTower(const ParameterStore& store);
 
-  // patches [N, 3, P, P], items in order, each frame row-major: uint8 pixels, which are normalised here to (u / 255 - 0.5) / 0.5, or
+  // patches [N, 3, P, P], items in order, the patches of each frame in the configuration's patch_order: uint8 pixels, which are normalised here to (u / 255 - 0.5) / 0.5, or
   // fp32 already normalised. Returns features [M, H], M = sum of rows * cols / 4 over the items, in raster order of each. Throws
   // c10::Error, with both numbers, for patches that do not fill the grids and for grids that do not merge.
   torch::Tensor Forward(const torch::Tensor& patches, const std::vector<PatchGrid>& grids);
@@ -55,7 +55,8 @@ class VisionTower {
     torch::Tensor cubic_rows;
     torch::Tensor cubic_cols;
     RotaryTable rotary;
-    torch::Tensor merge_order;  // int64 [rows * cols]: patch that stands at each place when windows are together
+    torch::Tensor merge_order;     // int64 [rows * cols]: patch that stands at each place when windows are together
+    torch::Tensor position_order;  // int64 [rows * cols] on the device: raster number of each patch; undefined when patches are in raster order
   };
 
   void CheckGrids(const torch::Tensor& patches, const std::vector<PatchGrid>& grids) const;

@@ -17,8 +17,8 @@ TensorObserver StepObservation::OfMicrobatch(uint32_t microbatch) {
   };
 }
 
-absl::Status StepObservation::Write(const std::string& path, const ParameterStore& store,
-                                    const std::function<bool(const TensorSpec&)>& skip) const {
+absl::Status StepObservation::Write(const std::string& path, const ParameterStore& store) const {
+  const bool embedding_is_a_copy = store.tied_head().defined() && !store.range().has_embedding;
   return CatchTorch([&]() -> absl::Status {
     std::vector<std::pair<std::string, torch::Tensor>> tensors;
     for (const auto& [name, microbatches] : seen_) {
@@ -29,7 +29,7 @@ absl::Status StepObservation::Write(const std::string& path, const ParameterStor
     for (const Parameter& parameter : store.parameters()) {
       if (!parameter.value.grad().defined()) continue;
       for (size_t i = 0; i < parameter.published.size(); ++i) {
-        if (skip(parameter.published[i])) continue;
+        if (embedding_is_a_copy && parameter.published[i].name == store.decoder_prefix() + "embed_tokens.weight") continue;
         tensors.emplace_back(absl::StrCat("grad/", parameter.published[i].name), parameter.PublishedGradient(i));
       }
     }

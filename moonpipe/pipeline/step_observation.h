@@ -5,7 +5,6 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -23,8 +22,9 @@ class StepObservation {
   TensorObserver OfMicrobatch(uint32_t microbatch);
 
   // Writes `out/NAME` for each tensor, the microbatches one after another along the first dimension, and `grad/NAME` for every published
-  // gradient of the store that `skip` does not name. Creates the folder. Errors of the file system come back.
-  absl::Status Write(const std::string& path, const ParameterStore& store, const std::function<bool(const TensorSpec&)>& skip) const;
+  // gradient of the store; that of a tied embedding only where the part owns the embedding. Creates the folder. Errors of the file system
+  // come back.
+  absl::Status Write(const std::string& path, const ParameterStore& store) const;
 
  private:
   std::map<std::string, std::map<uint32_t, torch::Tensor>> seen_;

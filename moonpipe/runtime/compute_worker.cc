@@ -294,8 +294,7 @@ absl::StatusOr<StepReport> PlanExecution::Run(const RunStep& step) {
     }));
   }
   if (context.observation != nullptr) {
-    MOONPIPE_RETURN_IF_ERROR(observation.Write(absl::StrCat(step.observe_folder(), "/worker-", plan_.worker(), ".safetensors"), *store_,
-                                               [this](const TensorSpec& spec) { return IsEmbeddingCopy(spec); }));
+    MOONPIPE_RETURN_IF_ERROR(observation.Write(absl::StrCat(step.observe_folder(), "/worker-", plan_.worker(), ".safetensors"), *store_));
   }
   ObserveStep(step, report);
   return report;

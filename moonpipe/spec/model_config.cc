@@ -305,6 +305,12 @@ VisionConfig ReadVision(const Fields& vision, bool clips, int64_t text_hidden_si
     config.merge_height = (*merge)[0].get<int64_t>();
     config.merge_width = (*merge)[1].get<int64_t>();
   }
+  const std::string order = vision.StringOr("patch_order", "raster");
+  if (const std::optional<PatchOrder> parsed = ParsePatchOrder(order); parsed.has_value()) {
+    config.patch_order = *parsed;
+  } else {
+    vision.Problem("patch_order", absl::StrCat("must be raster or block, is \"", order, "\""));
+  }
   if (config.hidden_size % config.num_attention_heads != 0 || config.head_dim() % 4 != 0) {
     vision.Problem(prefix + "hidden_size", absl::StrCat(config.hidden_size, " over ", config.num_attention_heads,
                                                         " heads must give a head width that is a multiple of 4: two axes of rotary pairs"));
@@ -319,6 +325,21 @@ VisionConfig ReadVision(const Fields& vision, bool clips, int64_t text_hidden_si
     vision.Only("text_hidden_size", text_hidden_size, "the projector gives the decoder's width");
   }
   return config;
+}
+
+// Rotary positions by row, column and time count feature rows, whose patches must stand together; the decoder has none such at all.
+void RefuseMultiAxisRotary(const Fields& text, const std::optional<VisionConfig>& vision, Problems* problems) {
+  for (const std::string field : {"rope_scaling", "rope_parameters"}) {
+    const Json* object = text.Find(field);
+    if (object == nullptr || !object->is_object()) continue;
+    const Fields scaling(*object, text.Path(field), problems);
+    const Json* sections = scaling.Find("mrope_section");
+    if (sections == nullptr) continue;
+    const bool raster = vision.has_value() && vision->patch_order == PatchOrder::kRaster;
+    scaling.Problem("mrope_section", raster ? absl::StrCat(sections->dump(), ": rotary positions of several axes contradict vision_config.patch_order "
+                                                                            "\"raster\"; they need \"block\"")
+                                            : absl::StrCat(sections->dump(), " is not supported: the decoder's rotary positions have one axis"));
+  }
 }
 
 // Features of several tower layers, which none of these models has. An empty list is refused too: it tells of another model's class.
@@ -430,6 +451,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
       config.vision = ReadVision(vision, clips, config.text.hidden_size);
       config.projector_ln_eps = vision.PositiveOr("projector_ln_eps", config.projector_ln_eps);
     }
+    if (text_object != nullptr) RefuseMultiAxisRotary(Fields(*text_object, "text_config", &problems), config.vision, &problems);
   }
   if (!config.quantization.has_value()) config.quantization = ReadQuantization(top, &problems);
   if (!problems.empty()) return problems.ToStatus();

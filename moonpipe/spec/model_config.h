@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "moonpipe/spec/patch_order.h"
 
 namespace moonpipe {
 
@@ -88,6 +89,7 @@ struct VisionConfig {
   int64_t intermediate_size = 0;
   int64_t merge_height = 0;
   int64_t merge_width = 0;
+  PatchOrder patch_order = PatchOrder::kRaster;  // optional; of the patches that the tower is given
 
   int64_t head_dim() const { return hidden_size / num_attention_heads; }
   // Values of one patch: channels x height x width.

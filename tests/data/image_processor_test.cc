@@ -3,20 +3,30 @@
 #include <png.h>
 
 #include <array>
+#include <cmath>
+#include <fstream>
 #include <tuple>
 
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "moonpipe/base/file.h"
 #include "moonpipe/data/png_decoder.h"
 #include "moonpipe/data/resize.h"
 #include "moonpipe/data/skip.h"
+#include "moonpipe/spec/safetensors.h"
 #include "tests/data/testing_files.h"
 
 namespace moonpipe {
 namespace {
 
 using testing::HasSubstr;
+
+PictureRule KimiVlRule() {
+  PictureRule rule;
+  rule.max_patches = 4096;
+  return rule;
+}
 
 // The bytes of the golden pictures before resizing, as make_picture_golden.py computes them.
 uint8_t Noise(uint32_t i) { return static_cast<uint8_t>((i * 2654435761u + (i >> 3) * 40503u) >> 13); }
@@ -77,41 +87,23 @@ TEST(ResizeBicubic, GivesPillowsBytes) {
   }
 }
 
-TEST(SizePicture, AppliesThePatchLimitBeforePadding) {
-  // width, height, limit, resized, padded, grid, positions; all square.
-  for (const auto& [side, limit, resized, padded, grid, positions] :
-       std::vector<std::tuple<int, int, int, int, uint32_t, uint32_t>>{
-           {1000, 4096, 901, 924, 66, 1089}, {4096, 16384, 1795, 1820, 130, 4225}, {1792, 4096, 896, 896, 64, 1024}}) {
-    const auto size = SizePicture(side, side, {14, 2, limit});
-    ASSERT_TRUE(size.ok()) << size.status();
-    EXPECT_EQ(size->width, resized);
-    EXPECT_EQ(size->height, resized);
-    EXPECT_EQ(size->padded_width, padded);
-    EXPECT_EQ(size->padded_height, padded);
-    EXPECT_EQ(size->rows, grid);
-    EXPECT_EQ(size->columns, grid);
-    EXPECT_EQ(MediaPositions(size->rows, size->columns, 2), positions);
+TEST(ResizeBicubic, GivesPillowsBytesOnPhotographs) {
+  const nlohmann::json golden = ReadGolden("photos.json");
+  ASSERT_EQ(golden.size(), 3u);
+  for (const nlohmann::json& photo : golden) {
+    const auto image = DecodePng(FromBase64(photo["png"]));
+    ASSERT_TRUE(image.ok()) << image.status();
+    for (const nlohmann::json& entry : photo["resized"]) {
+      const RgbImage resized = ResizeBicubic(*image, entry["to"][0], entry["to"][1]);
+      EXPECT_EQ(Sha256Hex(absl::string_view(reinterpret_cast<const char*>(resized.pixels.data()), resized.pixels.size())), entry["sha256"])
+          << photo["name"] << " to " << entry["to"];
+      EXPECT_EQ(ResizeBicubic(*image, entry["to"][0], entry["to"][1], /*plain=*/true).pixels, resized.pixels);
+    }
   }
 }
 
-TEST(SizePicture, NeverEnlargesAndKeepsRowsAndColumnsApart) {
-  const auto size = SizePicture(57, 13, {});
-  ASSERT_TRUE(size.ok());
-  EXPECT_EQ(size->width, 57);
-  EXPECT_EQ(size->height, 13);
-  EXPECT_EQ(size->rows, 2u);
-  EXPECT_EQ(size->columns, 6u);
-}
-
-TEST(SizePicture, RefusesASideOf512Patches) {
-  EXPECT_TRUE(SizePicture(7140, 14, {}).ok()) << "510 patches";
-  const absl::Status refused = SizePicture(7141, 14, {}).status();
-  EXPECT_EQ(SkipReason(refused), "bad_picture");
-  EXPECT_THAT(refused.message(), HasSubstr("2x512"));
-}
-
 TEST(ProcessPicture, ShrinksPadsWithZerosAndReportsTheGrid) {
-  const auto picture = ProcessPicture(PngOf(1000, 1000, 255, 255, 255), {});
+  const auto picture = ProcessPicture(PngOf(1000, 1000, 255, 255, 255), KimiVlRule());
   ASSERT_TRUE(picture.ok()) << picture.status();
   EXPECT_EQ(picture->rows, 66u);
   EXPECT_EQ(picture->columns, 66u);
@@ -131,7 +123,7 @@ TEST(ProcessPicture, CutsPatchesInRasterOrderWithChannelsFirst) {
   for (int y = 0; y < 28; ++y) {
     for (int x = 0; x < 56; ++x) image.pixels.insert(image.pixels.end(), {uint8_t(x), uint8_t(y), uint8_t(x + 4 * y)});
   }
-  const auto picture = ProcessPicture(PngBytes(image), {});
+  const auto picture = ProcessPicture(PngBytes(image), KimiVlRule());
   ASSERT_TRUE(picture.ok()) << picture.status();
   ASSERT_EQ(picture->patches.size(), 8u * 588);
   for (int y = 0; y < 28; ++y) {
@@ -169,7 +161,7 @@ TEST(ProcessPicture, GivesOneChannelPaletteAndTransparentPicturesTheirNormalised
            {"its RGB twin", PngOf(28, 28, 255, 0, 0), {1, -1, -1}},
            {"transparent", PngOfFormat(PNG_FORMAT_RGBA, {255, 0, 0, 0}), {1, -1, -1}},
            {"half transparent", PngOfFormat(PNG_FORMAT_RGBA, {255, 0, 0, 128}), {1, -1, -1}}}) {
-    const auto picture = ProcessPicture(png, {});
+    const auto picture = ProcessPicture(png, KimiVlRule());
     ASSERT_TRUE(picture.ok()) << name << picture.status();
     EXPECT_EQ(MediaPositions(picture->rows, picture->columns, 2), 1u);
     ASSERT_EQ(picture->patches.size(), 4u * 588);
@@ -185,9 +177,145 @@ TEST(ProcessPicture, SkipsWhatIsNoWholePngWithAReason) {
                                                                                        {"hello", "unknown format"},
                                                                                        {"\xff\xd8\xff\xe0 and so on", "JPEG"},
                                                                                        {png.substr(0, png.size() / 2), "damaged PNG"}}) {
-    const absl::Status status = ProcessPicture(bytes, {}).status();
+    const absl::Status status = ProcessPicture(bytes, KimiVlRule()).status();
     EXPECT_EQ(SkipReason(status), "bad_picture") << status;
     EXPECT_THAT(status.message(), HasSubstr(detail));
+  }
+}
+
+TEST(ProcessPicture, LaysTransparentPicturesOverTheBackgroundThatTheRuleNames) {
+  const std::string half = PngOfFormat(PNG_FORMAT_RGBA, {255, 0, 51, 128});
+  const std::string clear = PngOfFormat(PNG_FORMAT_RGBA, {255, 0, 51, 0});
+  PictureRule rule = KimiVlRule();
+  const auto first_pixel = [&](const std::string& png) {
+    const auto picture = ProcessPicture(png, rule);
+    EXPECT_TRUE(picture.ok()) << picture.status();
+    return std::array<int, 3>{picture->patches[0], picture->patches[196], picture->patches[392]};
+  };
+  using Pattern = PictureBackground::Pattern;
+  rule.background = PictureBackground{.pattern = Pattern::kWhite};
+  EXPECT_EQ(first_pixel(clear), (std::array<int, 3>{255, 255, 255}));
+  EXPECT_EQ(first_pixel(half), (std::array<int, 3>{255, 126, 152})) << "numpy: 126.99999 and 152.59999, cut";
+  rule.background->pattern = Pattern::kBlack;
+  EXPECT_EQ(first_pixel(half), (std::array<int, 3>{128, 0, 25}));
+  rule.background->pattern = Pattern::kGrey;
+  EXPECT_EQ(first_pixel(clear), (std::array<int, 3>{128, 128, 128}));
+  EXPECT_EQ(first_pixel(PngOf(28, 28, 1, 2, 3)), (std::array<int, 3>{1, 2, 3})) << "no transparency";
+  EXPECT_EQ(first_pixel(PngOfFormat(PNG_FORMAT_GA, {10, 0})), (std::array<int, 3>{128, 128, 128}));
+
+  rule.background->pattern = Pattern::kChessboard;
+  auto board = ProcessPicture(clear, rule);
+  ASSERT_TRUE(board.ok());
+  const auto at = [&](size_t x, size_t y) { return board->patches[(y / 14 * 2 + x / 14) * 588 + y % 14 * 14 + x % 14]; };
+  EXPECT_EQ(at(0, 0), 255);
+  EXPECT_EQ(at(15, 15), 255);
+  EXPECT_EQ(at(16, 15), 200);
+  EXPECT_EQ(at(15, 16), 200);
+  EXPECT_EQ(at(16, 16), 255);
+  rule.background->white_first = false;
+  board = ProcessPicture(clear, rule);
+  EXPECT_EQ(at(0, 0), 200);
+}
+
+TEST(DecodePng, GivesTheOpacityOfPalettesAndOfOneTransparentColour) {
+  const nlohmann::json golden = ReadGolden("pictures.json");
+  size_t transparent = 0;
+  for (const nlohmann::json& entry : golden["png"]) {
+    std::vector<uint8_t> alpha;
+    const auto image = DecodePng(FromBase64(entry["png"]), kMostPixels, &alpha);
+    ASSERT_TRUE(image.ok());
+    EXPECT_EQ(image->pixels, Bytes(FromBase64(entry["rgb"]))) << "opacity changes no colour: " << entry["name"];
+    const std::string name = entry["name"];
+    const bool expected = name.find("alpha") != std::string::npos || name.find("rgba") == 0 || name.find("transparent") != std::string::npos;
+    EXPECT_EQ(alpha.size(), expected ? image->pixels.size() / 3 : 0) << name;
+    transparent += expected;
+  }
+  EXPECT_GE(transparent, 8u);
+}
+
+TEST(CutPatches, BlocksKeepThePatchesOfAPositionTogether) {
+  EXPECT_EQ(PatchSequence(PatchOrder::kBlock, 4, 4, 2, 2), (std::vector<int64_t>{0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15}));
+  EXPECT_EQ(PatchSequence(PatchOrder::kBlock, 2, 4, 2, 2), (std::vector<int64_t>{0, 1, 4, 5, 2, 3, 6, 7}));
+  EXPECT_EQ(PatchSequence(PatchOrder::kRaster, 2, 2, 2, 2), (std::vector<int64_t>{0, 1, 2, 3}));
+  RgbImage image{56, 56, {}};
+  for (int y = 0; y < 56; ++y) {
+    for (int x = 0; x < 56; ++x) image.pixels.insert(image.pixels.end(), 3, static_cast<uint8_t>(y / 14 * 4 + x / 14));
+  }
+  PictureRule rule = KimiVlRule();
+  rule.patch_order = PatchOrder::kBlock;
+  const auto picture = ProcessImage(image, rule);
+  ASSERT_TRUE(picture.ok());
+  std::vector<int> order;
+  for (size_t i = 0; i < 16; ++i) order.push_back(picture->patches[i * 588 + 587]);
+  EXPECT_EQ(order, (std::vector<int>{0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15}));
+}
+
+TEST(ProcessImage, CropsAroundTheMiddleWhereTheRuleDoesNotPad) {
+  RgbImage image{61, 31, {}};
+  for (int y = 0; y < 31; ++y) {
+    for (int x = 0; x < 61; ++x) image.pixels.insert(image.pixels.end(), {uint8_t(x), uint8_t(y), 0});
+  }
+  PictureRule rule = KimiVlRule();
+  rule.pad = false;
+  const auto picture = ProcessImage(image, rule);
+  ASSERT_TRUE(picture.ok()) << picture.status();
+  EXPECT_EQ(picture->rows, 2u);
+  EXPECT_EQ(picture->columns, 4u);
+  EXPECT_EQ(picture->patches[0], 2) << "5 pixels too wide: 2.5 rounds to 2";
+  EXPECT_EQ(picture->patches[196], 2) << "3 pixels too high: 1.5 rounds to 2";
+  EXPECT_EQ(SkipReason(ProcessImage({27, 28, std::vector<uint8_t>(27 * 28 * 3)}, rule).status()), "bad_picture");
+}
+
+TEST(ProcessImage, EqualsTheRecordedProcessorOfK25) {
+  const std::string folder = TEST_DATA_DIR "/fixtures/preprocess_k2_5";
+  const auto file = SafetensorsFile::Open(folder + "/io.safetensors");
+  ASSERT_TRUE(file.ok()) << file.status();
+  std::ifstream meta_file(folder + "/meta.json");
+  const nlohmann::json meta = nlohmann::json::parse(meta_file);
+  ASSERT_EQ(meta["cases"].size(), 5u);
+  for (const auto& [name, entry] : meta["cases"].items()) {
+    PictureRule rule;
+    rule.size_rule = SizeRule::kPatchLimits;
+    rule.max_patches = entry["arguments"].value("max_patches", 16384);
+    if (entry["arguments"].contains("size")) rule.max_side_patches = entry["arguments"]["size"]["max_height"];
+    const auto read = [&](const std::string& tensor) { return file->Find(name + tensor).value(); };
+    const StoredTensor& in = *read("/in/image");
+    const auto height = static_cast<int32_t>(in.shape[1]), width = static_cast<int32_t>(in.shape[2]);
+    const size_t pixels = static_cast<size_t>(height) * width;
+    RgbImage image{width, height, std::vector<uint8_t>(pixels * 3)};
+    const auto* bytes = static_cast<const uint8_t*>(in.data);
+    for (size_t i = 0; i < pixels * 3; ++i) image.pixels[i] = bytes[i % 3 * pixels + i / 3];
+
+    const auto size = SizePicture(width, height, rule);
+    ASSERT_TRUE(size.ok()) << name << size.status();
+    const auto* resized_hw = static_cast<const int64_t*>(read("/out/resized_hw")->data);
+    const auto* padded_hw = static_cast<const int64_t*>(read("/out/padded_hw")->data);
+    EXPECT_EQ(size->height, resized_hw[0]) << name;
+    EXPECT_EQ(size->width, resized_hw[1]) << name;
+    EXPECT_EQ(size->padded_height, padded_hw[0]) << name;
+    EXPECT_EQ(size->padded_width, padded_hw[1]) << name;
+    const auto* grid = static_cast<const int64_t*>(read("/out/grid_thws")->data);
+    EXPECT_EQ(grid[0], 1);
+    EXPECT_EQ(size->rows, grid[1]) << name;
+    EXPECT_EQ(size->columns, grid[2]) << name;
+
+    const RgbImage resized = ResizeBicubic(image, size->width, size->height);
+    const StoredTensor& pil = *read("/out/pil_resized");
+    const auto* pil_bytes = static_cast<const uint8_t*>(pil.data);
+    const size_t resized_pixels = resized.pixels.size() / 3;
+    ASSERT_EQ(pil.num_elements(), resized.pixels.size());
+    for (size_t i = 0; i < resized.pixels.size(); ++i) ASSERT_EQ(resized.pixels[i], pil_bytes[i % 3 * resized_pixels + i / 3]) << name << i;
+
+    const auto picture = ProcessImage(image, rule);
+    ASSERT_TRUE(picture.ok()) << name;
+    const StoredTensor& out = *read("/out/pixel_values");
+    ASSERT_EQ(out.num_elements(), picture->patches.size()) << name;
+    const auto* values = static_cast<const float*>(out.data);
+    // The recorded processor resizes with torchvision, which may be one level off.
+    const double tolerance = entry["max_levels_from_pil"].get<double>() * 2 / 255 + 1e-6;
+    for (size_t i = 0; i < picture->patches.size(); ++i) {
+      ASSERT_NEAR((picture->patches[i] / 255.0 - 0.5) / 0.5, values[i], tolerance) << name << " " << i;
+    }
   }
 }
 

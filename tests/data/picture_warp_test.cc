@@ -1,4 +1,4 @@
-#include "moonpipe/data/picture_shift.h"
+#include "moonpipe/data/picture_warp.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,6 +11,13 @@
 
 namespace moonpipe {
 namespace {
+
+PictureRule RuleOf(int32_t patch_size) {
+  PictureRule rule;
+  rule.patch_size = patch_size;
+  rule.merge = 1;
+  return rule;
+}
 
 // One channel value a pixel, 1 + y * width + x, the same in all channels.
 PicturePatches Numbered(uint32_t rows, uint32_t columns, int32_t patch) {
@@ -37,7 +44,7 @@ uint8_t PixelAt(const PicturePatches& picture, int32_t patch, int32_t y, int32_t
 
 TEST(PictureWarpTest, MovesPixelsAcrossPatchesAndFillsWithZero) {
   const PicturePatches picture = Numbered(2, 4, 2);  // 4 x 8 pixels
-  const PicturePatches shifted = WarpPicture(picture, {.right = 3, .down = -1, .source = {65536, 0, 0, 65536}}, 2);
+  const PicturePatches shifted = WarpPicture(picture, {.right = 3, .down = -1, .source = {65536, 0, 0, 65536}}, RuleOf(2));
   for (int32_t y = 0; y < 4; ++y) {
     for (int32_t x = 0; x < 8; ++x) {
       const bool inside = y + 1 < 4 && x - 3 >= 0;
@@ -48,14 +55,14 @@ TEST(PictureWarpTest, MovesPixelsAcrossPatchesAndFillsWithZero) {
 
 TEST(PictureWarpTest, NoShiftChangesNothing) {
   const PicturePatches picture = Numbered(2, 2, 2);
-  EXPECT_EQ(WarpPicture(picture, {}, 2).patches, picture.patches);
+  EXPECT_EQ(WarpPicture(picture, {}, RuleOf(2)).patches, picture.patches);
 }
 
 TEST(PictureWarpTest, AQuarterTurnMovesEveryPixelToItsPlace) {
   const PicturePatches picture = Numbered(2, 2, 2);  // 4 x 4 pixels
   PictureWarp turn;
   turn.source = {0, 65536, -65536, 0};
-  const PicturePatches turned = WarpPicture(picture, turn, 2);
+  const PicturePatches turned = WarpPicture(picture, turn, RuleOf(2));
   for (int32_t y = 0; y < 4; ++y) {
     for (int32_t x = 0; x < 4; ++x) EXPECT_EQ(PixelAt(turned, 2, y, x), PixelAt(picture, 2, 3 - x, y)) << y << " " << x;
   }
@@ -65,7 +72,7 @@ TEST(PictureWarpTest, HalfSizeTakesTheMeanOfNeighboursAndLeavesTheRimEmpty) {
   const PicturePatches picture = Numbered(2, 2, 2);
   PictureWarp half;
   half.source = {2 * 65536, 0, 0, 2 * 65536};
-  const PicturePatches small = WarpPicture(picture, half, 2);
+  const PicturePatches small = WarpPicture(picture, half, RuleOf(2));
   // The centre's four pixels come from (0.5, 0.5), (0.5, 2.5), ...: pixel (y, x) is 1 + 4 y + x, so a mean is exact up to rounding.
   EXPECT_EQ(PixelAt(small, 2, 1, 1), 4);  // 3.5, rounded up
   EXPECT_EQ(PixelAt(small, 2, 2, 2), 14);  // 13.5

@@ -78,6 +78,7 @@ StepSourceOptions DigitsOptions(const std::vector<std::string>& files) {
   StepSourceOptions options;
   options.files = files;
   options.tokenizer_folder = absl::StrCat(DigitsFolder(), "/tokenizer");
+  options.pictures.max_patches = 4096;
   options.vocab_size = 448;
   options.media_placeholder_token_id = 421;
   options.microbatches = 4;

@@ -49,6 +49,7 @@ const Step& DigitsStep() {
     options.microbatches = 128;
     options.microbatch_tokens = 64;  // one or two samples
     options.packing_window = 2;
+    options.pictures.max_patches = 4096;
     const auto source = OpenStepSource(options);
     EXPECT_TRUE(source.ok()) << source.status();
     absl::StatusOr<Step> made = (*source)->Make(1, {});
@@ -453,6 +454,81 @@ TEST(StageExecutorTest, TheStepsLossIsTheMeanOverAllItsLabelsHoweverTheyAreDivid
   }
   // Sums of a few hundred fp32 terms in another order.
   EXPECT_LT(worst, 1e-4);
+}
+
+// One microbatch of a text, with a picture of one colour (its channel's values are 255) and 2 x `columns` patches before it if columns > 0.
+void AddColouredMicrobatch(uint32_t columns, size_t channel, Step& step) {
+  auto* manifest = step.manifest.add_microbatches();
+  Microbatch& microbatch = step.microbatches.emplace_back();
+  const uint32_t rows = columns / 2;
+  microbatch.token_ids.assign(rows, 421);
+  for (const int32_t id : {7, 300, 12, 45, 90}) microbatch.token_ids.push_back(id);
+  microbatch.labels.assign(microbatch.token_ids.size(), -100);
+  for (size_t i = rows + 1; i < microbatch.labels.size(); ++i) microbatch.labels[i] = microbatch.token_ids[i];
+  if (columns > 0) {
+    auto* grid = manifest->add_grids();
+    grid->set_frames(1);
+    grid->set_rows(2);
+    grid->set_columns(columns);
+    microbatch.patches.assign(size_t{2} * columns * 588, 0);
+    for (size_t i = 0; i < microbatch.patches.size(); ++i) {
+      if (i / 196 % 3 == channel) microbatch.patches[i] = 255;
+    }
+  }
+  manifest->set_index(static_cast<uint32_t>(step.microbatches.size() - 1));
+  manifest->set_tokens(static_cast<uint32_t>(microbatch.token_ids.size()));
+  manifest->add_document_lengths(manifest->tokens());
+  manifest->set_feature_rows(rows);
+  manifest->set_trained_labels(4);
+}
+
+// Columns of patches of the four microbatches; the narrow picture has the channel `narrow`, the wide one `wide`.
+Step ColouredStep(const std::vector<uint32_t>& columns, size_t narrow, size_t wide) {
+  Step step;
+  step.manifest.set_step(5);
+  for (const uint32_t count : columns) AddColouredMicrobatch(count, count == 2 ? narrow : wide, step);
+  return step;
+}
+
+TEST(StageExecutorTest, PicturesStayWithTheirMicrobatch) {
+  constexpr size_t kRed = 0, kBlue = 2;
+  for (const std::vector<uint32_t>& columns : {std::vector<uint32_t>{0, 2, 0, 4}, std::vector<uint32_t>{2, 0, 0, 4}}) {
+    const Step step = ColouredStep(columns, kRed, kBlue);
+    const Step exchanged_step = ColouredStep(columns, kBlue, kRed);
+    Workers together({.stages = 2, .vision_in_first_stage = false}, step);
+    Workers exchanged({.stages = 2, .vision_in_first_stage = false}, exchanged_step);
+    ASSERT_TRUE(together.Run().ok());
+    ASSERT_TRUE(exchanged.Run().ok());
+    std::map<std::string, torch::Tensor> sums;
+    for (size_t i = 0; i < columns.size(); ++i) {
+      Step single;
+      single.manifest.set_step(5);
+      AddColouredMicrobatch(columns[i], columns[i] == 2 ? kRed : kBlue, single);
+      Workers alone({.stages = 1}, single);
+      ASSERT_TRUE(alone.Run().ok());
+      EXPECT_NEAR(alone.Losses().front(), together.Losses()[i], 1e-5 * together.Losses()[i]) << i;
+      if (columns[i] > 0) EXPECT_GT(std::abs(exchanged.Losses()[i] - together.Losses()[i]), 1e-6) << i;
+      if (columns[i] == 0) EXPECT_EQ(exchanged.Losses()[i], together.Losses()[i]) << i;
+      for (const TensorSpec& spec : alone.store(0).specs()) {
+        if (!spec.trainable) continue;
+        const torch::Tensor gradient = alone.store(0).PublishedGradient(spec.name);
+        if (!gradient.defined()) continue;
+        torch::Tensor& sum = sums[spec.name];
+        sum = sum.defined() ? sum + gradient / 4 : gradient / 4;  // four equal shares of the step's labels
+      }
+    }
+    size_t compared = 0;
+    for (size_t worker = 0; worker < together.size(); ++worker) {
+      for (const TensorSpec& spec : together.store(worker).specs()) {
+        if (!spec.trainable) continue;
+        const torch::Tensor gradient = together.store(worker).PublishedGradient(spec.name);
+        ASSERT_TRUE(sums.contains(spec.name)) << spec.name;
+        EXPECT_LT((gradient - sums[spec.name]).norm().item<float>(), 1e-5F * (1e-3F + gradient.norm().item<float>())) << spec.name;
+        ++compared;
+      }
+    }
+    EXPECT_GE(compared, sums.size());
+  }
 }
 
 // The digits with the pictures of a microbatch masked: their placeholders leave the sequence.
