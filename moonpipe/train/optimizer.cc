@@ -67,6 +67,10 @@ void Optimizer::Step(double clip_factor, double learning_rate_factor, bool move_
       step_counts.push_back(count);
     }
     if (clip_factor != 1.0) torch::_foreach_mul_(gradients, clip_factor);
+    // At rate 0 nothing may move, but -0 minus a negative 0 is 0: let the kernel, which still moves the moments, change copies.
+    if (rate_and_decay.first * learning_rate_factor == 0) {
+      for (torch::Tensor& value : values) value = value.clone();
+    }
     at::_fused_adamw_(values, gradients, exp_avgs, exp_avg_sqs, /*max_exp_avg_sqs=*/{}, step_counts,
                       rate_and_decay.first * learning_rate_factor, beta1_, beta2_, rate_and_decay.second, epsilon_,
                       /*amsgrad=*/false, /*maximize=*/false);

@@ -84,12 +84,15 @@ TEST(ModelConfigTest, AllProblemsAreListedAtOnceByTheirPaths) {
 TEST(ModelConfigTest, UnsupportedOptionsAreRefusedWithTheReason) {
   const std::pair<const char*, Json> options[] = {{"scoring_func", "softmax"}, {"hidden_act", "gelu"},          {"attention_bias", true},
                                                   {"topk_method", "greedy"},   {"num_key_value_heads", 2},      {"num_nextn_predict_layers", 1},
-                                                  {"attention_dropout", 0.1},  {"quantization_config", Json::object({{"bits", 4}})}};
+                                                  {"attention_dropout", 0.1}};
   for (const auto& [name, value] : options) {
     Json json = Recorded("kimi_vl_a3b");
     json["text_config"][name] = value;
     EXPECT_THAT(ErrorOf(json), AllOf(HasSubstr(absl::StrCat("text_config.", name, ": ")), HasSubstr("not supported"))) << name;
   }
+  Json quantised = Recorded("kimi_vl_a3b");
+  quantised["text_config"]["quantization_config"] = {{"quant_method", "gptq"}, {"bits", 4}};
+  EXPECT_THAT(ErrorOf(quantised), HasSubstr("text_config.quantization_config.quant_method: \"gptq\" is not supported"));
   Json json = Recorded("moonlight");
   json["scoring_func"] = "softmax";
   EXPECT_THAT(ErrorOf(json), HasSubstr("scoring_func: \"softmax\" is not supported: experts are scored by sigmoids"));

@@ -88,7 +88,7 @@ Packed PackInt4(const Tensor& weight) {
   const int64_t rows = weight.size(0), columns = weight.size(1), groups = (columns + kGroup - 1) / kGroup;
   const Tensor padded = torch::constant_pad_nd(weight, {0, groups * kGroup - columns}).view({rows, groups, kGroup});
   const Tensor scale = (padded.abs().amax(2) / 7).to(torch::kBFloat16);
-  const Tensor codes = (padded / scale.to(torch::kFloat).unsqueeze(2)).round().clamp(-8, 7).view({rows, -1}).narrow(1, 0, columns);
+  const Tensor codes = (padded / scale.to(torch::kFloat).unsqueeze(2)).round().clamp(-8, 7).to(torch::kInt).to(torch::kFloat).view({rows, -1}).narrow(1, 0, columns);
   return {codes.contiguous(), scale};
 }
 
