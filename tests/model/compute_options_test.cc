@@ -19,7 +19,7 @@ struct Pass {
   std::map<std::string, Tensor> gradients;
 };
 
-Pass Run(const Fixture& fixture, const std::string& name, const ComputeOptions& compute) {
+Pass RunPass(const Fixture& fixture, const std::string& name, const ComputeOptions& compute) {
   testing::PinArithmetic();
   const FixtureCase input = fixture.Case(name);
   ParameterStore store = fixture.Load();
@@ -56,7 +56,7 @@ TEST(ComputeOptionsTest, ExpertsOneByOneGiveTheNumbersOfSortedOnes) {
   const Fixture fixture("kimi_vl_a3b");
   ComputeOptions loop;
   loop.loop_experts = true;
-  const Pass sorted = Run(fixture, "two_images", {}), looped = Run(fixture, "two_images", loop);
+  const Pass sorted = RunPass(fixture, "two_images", {}), looped = RunPass(fixture, "two_images", loop);
   ExpectSameUpToRounding(looped, sorted, 2e-5);
 }
 
@@ -64,14 +64,14 @@ TEST(ComputeOptionsTest, AttentionInStepsGivesTheNumbersOfTheKernel) {
   const Fixture fixture("kimi_vl_a3b");
   ComputeOptions steps;
   steps.explicit_attention = true;
-  ExpectSameUpToRounding(Run(fixture, "two_images", steps), Run(fixture, "two_images", {}), 2e-5);
+  ExpectSameUpToRounding(RunPass(fixture, "two_images", steps), RunPass(fixture, "two_images", {}), 2e-5);
 }
 
 TEST(ComputeOptionsTest, Bf16StaysCloseToFp32AndItsGradientsLandInFp32) {
   const Fixture fixture("kimi_vl_a3b");
   ComputeOptions bf16;
   bf16.dtype = torch::kBFloat16;
-  const Pass half = Run(fixture, "two_images", bf16), full = Run(fixture, "two_images", {});
+  const Pass half = RunPass(fixture, "two_images", bf16), full = RunPass(fixture, "two_images", {});
   EXPECT_EQ(half.logits.scalar_type(), torch::kBFloat16);
   // 8 bits of mantissa: 0.4 % a rounding, a few dozen roundings deep; a choice of experts may flip where two scores lie close.
   EXPECT_NEAR(half.loss, full.loss, 0.01 * full.loss);
