@@ -14,7 +14,8 @@ const std::vector<std::string> kVlCases = {"packed", "text_only", "two_images"};
 
 TEST(ParityCommandTest, KimiVlAgreesOnTwoStages) { ExpectAgreement("kimi_vl_a3b", kVlCases, {"--stages", "2"}); }
 TEST(ParityCommandTest, KimiVlAgreesOnFourStagesWithTwoMicrobatches) {
-  ExpectAgreement("kimi_vl_a3b", kVlCases, {"--stages", "4", "--microbatches", "2"});
+  // One command a case: six processes on a busy machine take their time.
+  for (const std::string& name : kVlCases) ExpectAgreement("kimi_vl_a3b", {name}, {"--case", name, "--stages", "4", "--microbatches", "2"});
 }
 TEST(ParityCommandTest, MoonlightAgreesOnOneStageWithTwoMicrobatches) {
   ExpectAgreement("moonlight", {"packed", "padded"}, {"--stages", "1", "--microbatches", "2", "--schedule", "gpipe"});
