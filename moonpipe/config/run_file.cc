@@ -128,6 +128,14 @@ absl::StatusOr<TrainingRunSpec> ParseRunFile(const std::string& text, const std:
   return spec;
 }
 
+std::vector<std::string> PreprocessorFolders(const TrainingRunSpec& spec) {
+  std::vector<std::string> folders;
+  if (spec.model().has_path()) folders.push_back(spec.model().path());
+  if (spec.model().has_config()) folders.push_back(std::filesystem::path(spec.model().config()).parent_path().string());
+  if (spec.data().has_tokenizer()) folders.push_back(spec.data().tokenizer());
+  return folders;
+}
+
 void ResolvePaths(const std::string& folder, TrainingRunSpec* spec) {
   const std::filesystem::path base = std::filesystem::absolute(folder);
   const auto resolve = [&](std::string* path) {

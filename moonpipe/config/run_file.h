@@ -40,6 +40,10 @@ absl::StatusOr<cluster::v1::TrainingRunSpec> ParseRunFile(const std::string& tex
 // `folder`.
 void ResolvePaths(const std::string& folder, cluster::v1::TrainingRunSpec* spec);
 
+// Where a preprocessor_config.json may be, in order of precedence: beside the weights or the configuration, or beside the tokenizer, where
+// machines without the weights have it.
+std::vector<std::string> PreprocessorFolders(const cluster::v1::TrainingRunSpec& spec);
+
 // Fills every absent field that has a default with the one that its proto comment names. Idempotent.
 void ResolveDefaults(cluster::v1::TrainingRunSpec* spec);
 

@@ -6,6 +6,7 @@
 #include "absl/strings/str_format.h"
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
+#include "moonpipe/config/run_file.h"
 #include "services/coordinator/machine.h"
 
 namespace moonpipe {
@@ -73,6 +74,12 @@ absl::StatusOr<CheckpointInfo> RunSession::WriteCheckpoint(uint64_t step, absl::
   for (const char* name : {"tiktoken.model", "tokenizer_config.json"}) {
     if (spec_.data().tokenizer().empty()) break;  // trained on recorded batches
     content.tokenizer_files.push_back(absl::StrCat(spec_.data().tokenizer(), "/", name));
+  }
+  for (const std::string& folder : PreprocessorFolders(spec_)) {
+    const std::string path = folder + "/preprocessor_config.json";
+    if (!std::filesystem::exists(path)) continue;
+    content.tokenizer_files.push_back(path);
+    break;
   }
   content.manifest.cursor = cursor_;
   content.manifest.seed = spec_.train().seed();

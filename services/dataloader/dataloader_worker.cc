@@ -1,6 +1,5 @@
 #include "services/dataloader/dataloader_worker.h"
 
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,6 +12,7 @@
 #include "moonpipe/base/fault_point.h"
 #include "moonpipe/base/logging.h"
 #include "moonpipe/base/status_macros.h"
+#include "moonpipe/config/run_file.h"
 #include "moonpipe/data/batch_source.h"
 #include "moonpipe/data/preprocessor_config.h"
 #include "moonpipe/data/step_source.h"
@@ -28,16 +28,6 @@ using worker::v1::PrepareStep;
 using worker::v1::PublishManifest;
 
 namespace {
-
-// The checkpoint's own preprocessor, beside the weights or the configuration, or beside the tokenizer, where machines without the
-// weights have it.
-absl::StatusOr<PictureRule> RuleOfPictures(const cluster::v1::TrainingRunSpec& spec, const ModelConfig& config) {
-  std::vector<std::string> folders;
-  if (spec.model().has_path()) folders.push_back(spec.model().path());
-  if (spec.model().has_config()) folders.push_back(std::filesystem::path(spec.model().config()).parent_path().string());
-  folders.push_back(spec.data().tokenizer());
-  return ResolvePictureRule(config, folders, spec.data().has_max_patches() ? std::optional(spec.data().max_patches()) : std::nullopt);
-}
 
 class DataPlan {
  public:
@@ -60,7 +50,8 @@ class DataPlan {
     options_.microbatches = static_cast<int32_t>(spec.pipeline().microbatches());
     options_.microbatch_tokens = static_cast<int32_t>(spec.pipeline().microbatch_tokens());
     options_.packing_window = static_cast<int32_t>(spec.data().packing_window());
-    MOONPIPE_ASSIGN_OR_RETURN(options_.pictures, RuleOfPictures(spec, config));
+    const auto limit = spec.data().has_max_patches() ? std::optional(spec.data().max_patches()) : std::nullopt;
+    MOONPIPE_ASSIGN_OR_RETURN(options_.pictures, ResolvePictureRule(config, PreprocessorFolders(spec), limit));
     options_.seed = spec.train().seed();
     options_.random_warp.shift_pixels = spec.data().random_shift_pixels();
     options_.random_warp.rotation_degrees = spec.data().random_rotation_degrees();

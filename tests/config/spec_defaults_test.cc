@@ -25,7 +25,7 @@ std::map<std::string, std::string> DocumentedDefaults() {
   std::string line, message, comment;
   const std::regex message_line("^message (\\w+) \\{"), field_line("^  optional [\\w.]+ (\\w+) = "),
       comment_line("^  // (.*)");
-  const std::regex in_parentheses("\\(default ([^;)]+)"), before_parenthesis("([^ ]+) \\(default\\)");
+  const std::regex in_parentheses("\\(default ([^;:,)]+)"), before_parenthesis("([^ ]+) \\(default\\)");
   std::smatch match;
   while (std::getline(proto, line)) {
     if (std::regex_search(line, match, message_line)) {
@@ -60,9 +60,11 @@ std::string AsWritten(const TrainingRunSpec& spec, const std::string& message, c
   const std::string yaml = WriteYaml(spec);
   const size_t begin = yaml.find(section.at(message) + ":\n");
   if (begin == std::string::npos) return "absent section";
-  const size_t at = yaml.find(" " + field + ": ", begin);
+  // A field stands two columns right of its section's name.
+  const std::string line = absl::StrCat("\n", std::string(section.at(message).find_first_not_of(' ') + 2, ' '), field, ": ");
+  const size_t at = yaml.find(line, begin);
   if (at == std::string::npos) return "absent field";
-  const size_t value = at + field.size() + 3;
+  const size_t value = at + line.size();
   return yaml.substr(value, yaml.find('\n', value) - value);
 }
 

@@ -148,7 +148,7 @@ TEST(SpecValidation, NumbersAreFiniteAndInRange) {
   EXPECT_THAT(WrongFields([nan](auto& s) {
                 s.mutable_train()->set_max_grad_norm(-1);
                 s.mutable_train()->set_expert_bias_rate(nan);
-                s.mutable_optimizer()->set_learning_rate(0);
+                s.mutable_optimizer()->set_learning_rate(-1);
                 s.mutable_optimizer()->set_beta1(1);
                 s.mutable_optimizer()->set_beta2(nan);
                 s.mutable_optimizer()->set_epsilon(0);
