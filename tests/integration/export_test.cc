@@ -74,6 +74,13 @@ TinyRun WriteRun(const std::string& name, const std::string& layout, const nlohm
   const ModelConfig config = *ParseModelConfig(ReadFile(run.folder + "/config.json").value());
   std::filesystem::create_directories(run.folder + "/model");
   std::filesystem::rename(run.folder + "/config.json", run.folder + "/model/config.json");
+  if (config.architecture == Architecture::kKimiK25) {
+    // The digits' own file beside the tokenizer is a Kimi-VL's.
+    EXPECT_TRUE(WriteFileAtomically(run.folder + "/model/preprocessor_config.json", R"({"media_proc_cfg": {
+        "patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 4096, "patch_limit_on_one_side": 64, "in_patch_limit_each_frame": 4096,
+        "in_patch_limit_video": null, "sample_fps": 2.0, "max_num_frames_each_video": null, "temporal_merge_kernel_size": 4,
+        "timestamp_mode": "hh:mm:ss.fff", "fixed_output_tokens": null, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}})").ok());
+  }
   const StoredTensors stored = testing::InLayout(layout, Weights(config), config);
   if (layout == "published") {
     std::vector<std::pair<std::string, torch::Tensor>> shards[2];
