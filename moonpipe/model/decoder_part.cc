@@ -94,9 +94,13 @@ DecoderOutput DecoderPart::Forward(const DecoderInput& input) {
   }
   if (head_.defined()) {
     const Tensor normed_TH = RmsNorm(hidden_TH, final_norm_, config_.rms_norm_eps, compute_.norm_rounding);
-    const Tensor rows_K = RowsToKeep(input);
-    hidden_TH = Linear(rows_K.defined() ? normed_TH.index_select(0, rows_K.to(device_)) : normed_TH, head_);
     if (input.last_hidden) output.last_hidden_TH = normed_TH;
+    hidden_TH = Tensor();
+    if (!input.skip_head || observer_) {
+      const torch::AutoGradMode graph(at::GradMode::is_enabled() && !input.skip_head);
+      const Tensor rows_K = RowsToKeep(input);
+      hidden_TH = Linear(rows_K.defined() ? normed_TH.index_select(0, rows_K.to(device_)) : normed_TH, head_);
+    }
     if (observer_) {
       observer_("norm", normed_TH);
       observer_("logits", hidden_TH);

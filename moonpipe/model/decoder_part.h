@@ -31,6 +31,7 @@ struct DecoderInput {
   // document, and with 0 all.
   int64_t logits_to_keep = 0;
   torch::Tensor logit_rows = {};
+  bool skip_head = false;    // the part with the head stops before it: for a loss that multiplies by it itself
   bool last_hidden = false;  // the part with the head also gives what its head multiplies, for all rows
   // Above 0: each layer with experts also trains this times BalanceLoss. For a weight w of the mean over a step's documents, w / documents.
   double balance_scale = 0;

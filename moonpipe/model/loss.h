@@ -1,6 +1,6 @@
 // Cross entropy summed over the trained tokens, in fp32. The caller divides by the step's global number of trained labels.
 //
-// Shapes: T tokens, V vocabulary.
+// Shapes: T tokens, H hidden, V vocabulary.
 #pragma once
 
 #include <torch/torch.h>
@@ -17,5 +17,13 @@ struct Loss {
 // labels_T int64 [T] is aligned: row t of logits_TV [T, V] predicts labels_T[t]. Negative labels other than kIgnoredLabel and labels of V
 // or more are the caller's fault and throw c10::Error.
 Loss SummedCrossEntropy(const torch::Tensor& logits_TV, const torch::Tensor& labels_T);
+
+// Rows whose logits HeadCrossEntropy holds at once.
+inline constexpr int64_t kLossRows = 256;
+
+// SummedCrossEntropy of hidden_TH head_VH^T without the logits: rows that are not trained have none computed, and of the others kLossRows
+// exist at a time. Both gradients are made on the way, while a block's logits are there; the backward only scales them, in place, so a
+// graph is walked back once. The product is taken in the type of hidden_TH.
+Loss HeadCrossEntropy(const torch::Tensor& hidden_TH, const torch::Tensor& head_VH, const torch::Tensor& labels_T);
 
 }  // namespace moonpipe

@@ -115,6 +115,7 @@ absl::StatusOr<torch::Tensor> DecoderStage::ForwardOrThrow(uint32_t microbatch, 
   const TensorObserver observer = step_.observation == nullptr ? TensorObserver() : step_.observation->OfMicrobatch(microbatch);
   part_.set_observer(observer);
   if (decode) input.logits_to_keep = 1;
+  input.skip_head = input.last_hidden = !decode;
   input.balance_scale = balance_scale_;
   input.largest_logits = options_.qk_clip_threshold > 0 && !decode;
   DecoderOutput output = part_.Forward(input);
@@ -133,9 +134,8 @@ absl::StatusOr<torch::Tensor> DecoderStage::ForwardOrThrow(uint32_t microbatch, 
     if (!decode) in_flight_[microbatch] = std::move(flight);
     return hidden;
   }
-  const torch::Tensor& logits_TV = output.hidden_or_logits;
   if (decode) {
-    const torch::Tensor next = logits_TV.argmax(-1).to(torch::kInt32).contiguous();
+    const torch::Tensor next = output.hidden_or_logits.argmax(-1).to(torch::kInt32).contiguous();
     const int32_t* tokens = next.const_data_ptr<int32_t>();
     next_tokens_[microbatch].assign(tokens, tokens + next.numel());
     return torch::Tensor();
@@ -149,7 +149,7 @@ absl::StatusOr<torch::Tensor> DecoderStage::ForwardOrThrow(uint32_t microbatch, 
     return absl::InternalError(absl::StrCat("microbatch ", microbatch, " trains ", trained, " labels, the manifest announces ",
                                             manifest.trained_labels()));
   }
-  const Loss loss = SummedCrossEntropy(logits_TV, labels_T);
+  const Loss loss = HeadCrossEntropy(output.last_hidden_TH, store_->HeadWeight(), labels_T);
   if (observer) observer("token_nll", loss.nll_T);
   worker::v1::MicrobatchLoss& report = losses_[microbatch];
   report.set_microbatch(microbatch);

@@ -74,8 +74,9 @@ int Bench(const std::string& config_path, int64_t sequence, int64_t rows, int64_
     input.tokens_or_hidden = ids_T;
     input.document_lengths = {sequence};
     if (tower.has_value()) input.features_MH = tower->Forward(pixels, {{1, rows, columns}});
+    input.skip_head = input.last_hidden = true;
     const DecoderOutput output = decoder.Forward(input);
-    const Tensor loss = SummedCrossEntropy(output.hidden_or_logits, labels_T).sum / static_cast<double>(trained);
+    const Tensor loss = HeadCrossEntropy(output.last_hidden_TH, store.HeadWeight(), labels_T).sum / static_cast<double>(trained);
     const double forward = Now();
     loss.backward();
     gradients.Finish();

@@ -51,6 +51,30 @@ void ExpectClose(const Tensor& got, const std::vector<double>& want) {
   EXPECT_LT(difference.max().item<double>(), 1e-4) << got;
 }
 
+TEST_F(BlocksTest, TheHeadsLossInBlocksIsTheLossOfAllLogits) {
+  const int64_t tokens = 2 * kLossRows + 100, hidden = 8, vocabulary = 11;
+  Tensor labels = torch::randint(0, vocabulary, {tokens}, torch::kLong);
+  labels.slice(0, 3, 250).fill_(kIgnoredLabel);
+  const Tensor x = torch::randn({tokens, hidden}), head = torch::randn({vocabulary, hidden});
+  Tensor whole_x = x.clone().requires_grad_(true), whole_head = head.clone().requires_grad_(true);
+  const Loss whole = SummedCrossEntropy(Linear(whole_x, whole_head), labels);
+  (whole.sum / 7).backward();
+  Tensor block_x = x.clone().requires_grad_(true), block_head = head.clone().requires_grad_(true);
+  const Loss blocks = HeadCrossEntropy(block_x, block_head, labels);
+  (blocks.sum / 7).backward();
+  EXPECT_NEAR(blocks.sum.item<float>(), whole.sum.item<float>(), 1e-5 * whole.sum.item<float>());
+  EXPECT_TRUE(torch::allclose(blocks.nll_T, whole.nll_T, 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(block_x.grad(), whole_x.grad(), 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(block_head.grad(), whole_head.grad(), 1e-4, 1e-5));
+  // Nothing trained: zeros, and no block at all.
+  Tensor idle_x = x.clone().requires_grad_(true);
+  const Loss idle = HeadCrossEntropy(idle_x, block_head, torch::full({tokens}, kIgnoredLabel, torch::kLong));
+  idle.sum.backward();
+  EXPECT_EQ(idle.sum.item<float>(), 0);
+  EXPECT_EQ(idle_x.grad().abs().max().item<float>(), 0);
+  EXPECT_THAT(ErrorOf([&] { HeadCrossEntropy(x, head, torch::full({tokens}, vocabulary, torch::kLong)); }), HasSubstr("below 11"));
+}
+
 TEST_F(BlocksTest, ThePositionTableIsReturnedUnchangedForItsOwnGrid) {
   EXPECT_TRUE(torch::equal(ResizedTable(4, 4), 10 * torch::arange(4, torch::kFloat).view({4, 1}) + torch::arange(4, torch::kFloat)));
   EXPECT_TRUE(torch::equal(CubicWeights(5, 5), torch::eye(5)));
