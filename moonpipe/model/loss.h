@@ -5,6 +5,8 @@
 
 #include <torch/torch.h>
 
+#include "moonpipe/spec/memory.h"
+
 namespace moonpipe {
 
 inline constexpr int64_t kIgnoredLabel = -100;
@@ -18,12 +20,10 @@ struct Loss {
 // or more are the caller's fault and throw c10::Error.
 Loss SummedCrossEntropy(const torch::Tensor& logits_TV, const torch::Tensor& labels_T);
 
-// Rows whose logits HeadCrossEntropy holds at once.
-inline constexpr int64_t kLossRows = 256;
-
 // SummedCrossEntropy of hidden_TH head_VH^T without the logits: rows that are not trained have none computed, and of the others kLossRows
-// exist at a time. Both gradients are made on the way, while a block's logits are there; the backward only scales them, in place, so a
-// graph is walked back once. The product is taken in the type of hidden_TH.
+// (spec/memory.h) exist at a time. Both gradients are made on the way, while a block's logits are there; the backward only scales them, in
+// place, so a graph is walked back once. Between the two a gradient of the head's size is held: where many microbatches wait for their
+// backward in the stage of the head, as in GPipe, each holds one. The product is taken in the type of hidden_TH.
 Loss HeadCrossEntropy(const torch::Tensor& hidden_TH, const torch::Tensor& head_VH, const torch::Tensor& labels_T);
 
 }  // namespace moonpipe

@@ -119,8 +119,8 @@ MemoryEstimate EstimateMemory(const ModelConfig& config, const PartRange& range,
   kept *= options.live_microbatches;
   int64_t working = passing + largest;
   if (range.has_head) {
-    // Logits with their exponentials or their gradient; then that with the gradient of the head's weight.
-    working = std::max({working, 2 * vocabulary * tokens, vocabulary * (tokens + text.hidden_size)});
+    // In the loss: the trained rows and their gradient, the gradient of the head's weight, and a block's logits with their exponentials.
+    working = std::max(working, 2 * text.hidden_size * tokens + vocabulary * (text.hidden_size + 2 * std::min(tokens, kLossRows)));
   }
   // The embedding's gradient is made last, when nothing is kept.
   if (range.has_embedding) working = std::max(working, vocabulary * text.hidden_size - kept);

@@ -11,6 +11,9 @@
 
 namespace moonpipe {
 
+// Rows whose logits the loss holds at one time.
+inline constexpr int64_t kLossRows = 256;
+
 struct MemoryOptions {
   int64_t microbatch_tokens = 0;  // rows of the packed sequence
   int64_t live_microbatches = 1;  // forwards that wait for their backward at the worst moment
