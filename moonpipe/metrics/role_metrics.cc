@@ -53,6 +53,8 @@ CoordinatorMetrics::CoordinatorMetrics(MetricsRegistry* registry, const std::str
   loss = registry->Gauge("moonpipe_train_loss", "Mean cross entropy over the trained labels of the last step.", labels);
   loss_max = registry->Gauge("moonpipe_train_loss_max", "Largest mean cross entropy of a microbatch of the last step.",
                              labels);
+  balance_loss = registry->Gauge("moonpipe_train_balance_loss",
+                                 "Weighted auxiliary loss of the experts' balance in the last step; 0 without.", labels);
   grad_norm = registry->Gauge("moonpipe_train_grad_norm", "Gradient norm over all services before clipping.", labels);
   const auto learning_rate = [&](const char* group) {
     return registry->Gauge("moonpipe_train_learning_rate", "Learning rate of the last step.",

@@ -26,6 +26,7 @@ struct CoordinatorMetrics {
   CounterHandle samples;
   GaugeHandle loss;      // Mean over the trained labels of the last committed step.
   GaugeHandle loss_max;  // Largest mean loss of one of its microbatches.
+  GaugeHandle balance_loss;
   GaugeHandle grad_norm;
   GaugeHandle vision_learning_rate;
   GaugeHandle projector_learning_rate;

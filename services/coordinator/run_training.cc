@@ -194,6 +194,7 @@ absl::Status RunSession::TakeStep(uint64_t step) {
       if (loss.trained_labels() > 0) loss_max = std::max(loss_max, loss.loss_sum() / static_cast<double>(loss.trained_labels()));
     }
   }
+  metrics_->balance_loss.Set(decision.balance_loss);
   ObserveStep(event, manifest, loss_max);
   options_.runs->PublishStep(job_.id, event);
   return absl::OkStatus();

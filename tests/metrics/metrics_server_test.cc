@@ -50,7 +50,7 @@ std::string Body(const std::string& answer) { return answer.substr(answer.find("
 void TouchEverything(MetricsRegistry* registry) {
   CoordinatorMetrics coordinator(registry, "digits");
   for (const GaugeHandle* gauge :
-       {&coordinator.loss_max, &coordinator.grad_norm, &coordinator.vision_learning_rate,
+       {&coordinator.loss_max, &coordinator.balance_loss, &coordinator.grad_norm, &coordinator.vision_learning_rate,
         &coordinator.projector_learning_rate, &coordinator.decoder_learning_rate, &coordinator.last_step_timestamp,
         &coordinator.target_steps, &coordinator.checkpoint_last_success_timestamp}) {
     gauge->Set(1);
