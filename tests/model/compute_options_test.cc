@@ -82,6 +82,28 @@ TEST(ComputeOptionsTest, Bf16StaysCloseToFp32AndItsGradientsLandInFp32) {
   }
 }
 
+TEST(ComputeOptionsTest, TheRouterComputesInFp32AlsoInBf16) {
+  testing::PinArithmetic();
+  const Fixture fixture("moonlight");
+  const FixtureCase input = fixture.Case("packed");
+  ParameterStore store = fixture.Load();
+  ComputeOptions bf16;
+  bf16.dtype = torch::kBFloat16;
+  store.set_compute(bf16);
+  DecoderPart decoder(store);
+  int seen = 0;
+  decoder.set_observer([&seen](const std::string& name, const Tensor& value) {
+    if (name.find("router.") == std::string::npos || name.find(".indices") != std::string::npos) return;
+    ++seen;
+    ASSERT_EQ(value.scalar_type(), torch::kFloat) << name;
+    // Numbers of a product in bf16 would be representable there.
+    EXPECT_GT((value.to(torch::kBFloat16).to(torch::kFloat) != value).sum().item<int64_t>(), value.numel() / 2) << name;
+  });
+  torch::NoGradGuard no_grad;
+  decoder.Forward({input.ids_T, input.document_lengths, {}});
+  EXPECT_GE(seen, 2);
+}
+
 TEST(ComputeOptionsTest, TheTwoRoundingsOfRmsNormDifferByTheirDefinition) {
   torch::Generator generator = at::make_generator<at::CPUGeneratorImpl>(1);
   const Tensor x = torch::empty({64, 32}).normal_(0, 1, generator).to(torch::kBFloat16);

@@ -104,6 +104,26 @@ TEST(QkClipTest, NothingIsRecordedUnlessAskedFor) {
   EXPECT_TRUE(decoder.Forward({input.ids_T, input.document_lengths, {}}).logits.empty());
 }
 
+TEST(QkClipTest, LayersWhoseQueriesOrKeysAreFrozenAreNotRecorded) {
+  const Fixture fixture("moonlight");
+  const FixtureCase input = ShortDocuments(fixture);
+  for (const char* frozen : {"q_proj.weight", "kv_b_proj.weight"}) {
+    ParameterStore store = fixture.Load();
+    DecoderPart decoder(store);
+    const std::string name = absl::StrCat(store.decoder_prefix(), "layers.1.self_attn.", frozen);
+    bool found = false;
+    for (const Parameter& parameter : store.parameters()) {
+      if (parameter.published.front().name != name) continue;
+      found = true;
+      Tensor(parameter.value).requires_grad_(false);
+    }
+    ASSERT_TRUE(found) << name;
+    const auto logits = LargestLogits(decoder, input);
+    EXPECT_FALSE(logits.contains(1)) << frozen;
+    EXPECT_TRUE(logits.contains(0)) << frozen;
+  }
+}
+
 class QkClipModels : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(QkClipModels, ThreeHeadsAboveTheThresholdComeBackToItAndNothingElseChanges) {

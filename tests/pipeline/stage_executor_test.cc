@@ -123,6 +123,7 @@ class Workers {
     std::map<std::string, EdgeFaults> faults = {};
     std::string late_edge = {};  // this one hands its messages over late
     bool vision_frozen = false;
+    DecoderStage::Options decoder = {};
   };
 
   explicit Workers(const Options& options, const Step& step = DigitsStep()) : provider_(&step) {
@@ -160,7 +161,7 @@ class Workers {
       }
       worker.gradients = std::make_unique<GradientAccumulator>(worker.store.get(), options.groups);
       if (range.has_vision) worker.vision = std::make_unique<VisionStage>(worker.store.get(), worker.gradients.get());
-      if (chunk != kVisionChunk) worker.decoder = std::make_unique<DecoderStage>(worker.store.get(), worker.gradients.get());
+      if (chunk != kVisionChunk) worker.decoder = std::make_unique<DecoderStage>(worker.store.get(), worker.gradients.get(), options.decoder);
       worker.run.set_generation(kGeneration);
       worker.run.set_step(step.manifest.step());
       *worker.run.mutable_manifest() = step.manifest;
@@ -454,6 +455,57 @@ TEST(StageExecutorTest, TheStepsLossIsTheMeanOverAllItsLabelsHoweverTheyAreDivid
   }
   // Sums of a few hundred fp32 terms in another order.
   EXPECT_LT(worst, 1e-4);
+}
+
+TEST(StageExecutorTest, LargestLogitsAndTheBalanceLossAreThoseOfTheWholeStep) {
+  const DecoderStage::Options recorded = {.balance_loss_weight = 0.5, .qk_clip_threshold = 100};
+  struct Numbers {
+    std::map<uint32_t, std::vector<float>> largest;  // of each layer's heads
+    double balance = 0;
+  };
+  const auto run = [&](int32_t stages, const Step& step) {
+    Workers workers({.stages = stages, .decoder = recorded}, step);
+    EXPECT_TRUE(workers.Run().ok());
+    Numbers numbers;
+    for (size_t worker = 0; worker < workers.size(); ++worker) {
+      numbers.balance += workers.report(worker).balance_loss();
+      for (const auto& layer : workers.report(worker).largest_logits()) {
+        numbers.largest[layer.layer()] = {layer.logits().begin(), layer.logits().end()};
+      }
+    }
+    return numbers;
+  };
+  // Each microbatch as a step of its own: the maximum over them, and the mean over their documents.
+  Numbers wanted;
+  int documents = 0;
+  bool last_is_largest = true;
+  for (int i = 0; i < 4; ++i) {
+    Step alone;
+    alone.manifest.set_step(5);
+    *alone.manifest.add_microbatches() = DigitsStep().manifest.microbatches(i);
+    alone.manifest.mutable_microbatches(0)->set_index(0);
+    alone.microbatches.push_back(DigitsStep().microbatches[static_cast<size_t>(i)]);
+    const Numbers part = run(1, alone);
+    const int own = alone.manifest.microbatches(0).document_lengths_size();
+    documents += own;
+    wanted.balance += own * part.balance;
+    for (const auto& [layer, heads] : part.largest) {
+      std::vector<float>& most = wanted.largest.try_emplace(layer, heads).first->second;
+      for (size_t head = 0; head < heads.size(); ++head) {
+        if (i == 3) last_is_largest = last_is_largest && heads[head] >= most[head];
+        most[head] = std::max(most[head], heads[head]);
+      }
+    }
+  }
+  wanted.balance /= documents;
+  ASSERT_GT(documents, 1);
+  ASSERT_FALSE(last_is_largest) << "the last microbatch alone would do";
+  ASSERT_EQ(wanted.largest.size(), 4U);
+  for (const int32_t stages : {1, 2}) {
+    const Numbers step = run(stages, DigitsStep());
+    EXPECT_NEAR(step.balance, wanted.balance, 1e-5 * wanted.balance) << stages;
+    EXPECT_EQ(step.largest, wanted.largest) << stages;
+  }
 }
 
 // One microbatch of a text, with a picture of one colour (its channel's values are 255) and 2 x `columns` patches before it if columns > 0.

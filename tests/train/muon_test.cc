@@ -6,6 +6,9 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <cmath>
+#include <map>
 #include <set>
 
 #include "absl/strings/match.h"
@@ -142,6 +145,59 @@ TEST(MuonTest, AnExpertIsAMatrixOfItsOwn) {
   const Tensor wanted = expert.to(torch::kDouble) * (1 - 1e-3) - 1e-2 * 0.2 * std::sqrt(std::max(rows, columns)) * OrthogonalizeBySingularValues(gradient);
   ExpectNear(trained.store.PublishedValue(kExpert), wanted, 2e-6);
   ExpectNear(trained.store.PublishedValue(kOtherExpert), other * (1 - 1e-3), 1e-7);
+}
+
+// What one step from no momentum must make of the rows `part` of a matrix, each part orthogonalised by itself.
+Tensor SteppedByParts(const Tensor& value, const Tensor& gradient, const std::vector<Tensor>& parts) {
+  Tensor wanted = value.to(torch::kDouble) * (1 - 1e-3);
+  for (const Tensor& rows : parts) {
+    const Tensor g = gradient.index_select(0, rows);
+    const double size = 0.2 * std::sqrt(static_cast<double>(std::max(g.size(0), g.size(1))));
+    wanted.index_add_(0, rows, OrthogonalizeBySingularValues(g), -1e-2 * size);
+  }
+  return wanted;
+}
+
+TEST(MuonTest, TensorsThatHoldSeveralMatricesAreCutByTheirNames) {
+  Trained trained(Spec("muon"));
+  torch::NoGradGuard no_grad;
+  const auto range = [](int64_t first, int64_t end) { return torch::arange(first, end, torch::kLong); };
+  const Tensor keys = torch::cat({range(0, 8), range(16, 24)}), values = torch::cat({range(8, 16), range(24, 32)});  // head by head
+  const std::string attention = "language_model.model.layers.1.self_attn.", tower = "vision_tower.encoder.blocks.0.wqkv.weight";
+  const int64_t third = trained.store.PublishedValue(tower).size(0) / 3;
+  const std::map<std::string, std::vector<Tensor>> cut = {
+      {tower, {range(0, third), range(third, 2 * third), range(2 * third, 3 * third)}},
+      {attention + "kv_a_proj_with_mqa.weight", {range(0, 16), range(16, 24)}},
+      {attention + "kv_b_proj.weight", {keys, values}},
+      {attention + "q_proj.weight", {range(0, 32)}},
+  };
+  std::map<std::string, Tensor> wanted;
+  uint64_t seed = 40;
+  for (const auto& [name, parts] : cut) {
+    const Tensor value = trained.store.PublishedValue(name).detach(), gradient = Random(value.sizes().vec(), ++seed);
+    trained.store.PublishedGradient(name).copy_(gradient);
+    wanted[name] = SteppedByParts(value, gradient, parts);
+  }
+  trained.optimizer->Step(1, 1);
+  for (const auto& [name, value] : wanted) {
+    SCOPED_TRACE(name);
+    ExpectNear(trained.store.PublishedValue(name).detach(), value, 2e-6);
+  }
+}
+
+TEST(MuonTest, TheGradientIsClippedBeforeItEntersTheMomentum) {
+  Trained trained(Spec("muon"));
+  torch::NoGradGuard no_grad;
+  const Tensor gradient = Random(trained.store.PublishedValue(kExpert).sizes().vec(), 8);
+  trained.store.PublishedGradient(kExpert).copy_(gradient);
+  trained.optimizer->Step(0.25, 1);
+  int found = 0;
+  for (const StoredTensor& tensor : trained.optimizer->State()) {
+    if (tensor.name != absl::StrCat("momentum.", kExpert)) continue;
+    ++found;
+    ExpectNear(torch::from_blob(const_cast<void*>(tensor.data), tensor.shape, torch::kFloat), 0.05 * 0.25 * gradient.to(torch::kDouble), 1e-7);
+  }
+  EXPECT_EQ(found, 1);
 }
 
 SafetensorsFile Saved(const Optimizer& optimizer, const std::string& name) {
