@@ -9,30 +9,6 @@ using torch::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Keeps the logits and one number a row instead of the log-probabilities: at published vocabularies each [T, V] tensor counts.
-class CrossEntropyFunction : public torch::autograd::Function<CrossEntropyFunction> {
- public:
-  static variable_list forward(AutogradContext* context, const Tensor& logits_TV, const Tensor& labels_T) {
-    const Tensor trained_T1 = (labels_T != kIgnoredLabel).unsqueeze(1);
-    const Tensor targets_T1 = labels_T.clamp_min(0).unsqueeze(1);
-    const Tensor logits32_TV = logits_TV.to(torch::kFloat);
-    const Tensor log_sum_T1 = logits32_TV.logsumexp(1, true);
-    const Tensor nll_T = (log_sum_T1 - logits32_TV.gather(1, targets_T1)).masked_fill_(trained_T1.logical_not(), 0).squeeze(1);
-    context->save_for_backward({logits_TV, log_sum_T1, targets_T1, trained_T1});
-    context->mark_non_differentiable({nll_T});
-    return {nll_T.sum(), nll_T};
-  }
-
-  // softmax - one-hot, for trained rows.
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    const variable_list saved = context->get_saved_variables();
-    const Tensor scale_T1 = saved[3].to(torch::kFloat) * gradients[0];
-    Tensor dlogits_TV = (saved[0].to(torch::kFloat) - saved[1]).exp_().mul_(scale_T1);
-    dlogits_TV.scatter_add_(1, saved[2], scale_T1.neg());
-    return {dlogits_TV.to(saved[0].scalar_type()), Tensor()};
-  }
-};
-
 class HeadCrossEntropyFunction : public torch::autograd::Function<HeadCrossEntropyFunction> {
  public:
   // `rows_R` are the trained rows.
@@ -85,26 +61,17 @@ class HeadCrossEntropyFunction : public torch::autograd::Function<HeadCrossEntro
   }
 };
 
-void CheckLabels(const Tensor& labels_T, int64_t rows, int64_t vocabulary) {
-  TORCH_CHECK(labels_T.dim() == 1 && labels_T.size(0) == rows, "logits have ", rows, " rows, labels ", labels_T.sizes());
-  const Tensor wrong_T = ((labels_T < 0) & (labels_T != kIgnoredLabel)) | (labels_T >= vocabulary);
-  TORCH_CHECK(!wrong_T.any().item<bool>(), "labels must be ", kIgnoredLabel, " or below ", vocabulary, "; ",
-              wrong_T.sum().item<int64_t>(), " of ", labels_T.size(0), " are not");
-}
-
 }  // namespace
 
 Loss HeadCrossEntropy(const Tensor& hidden_TH, const Tensor& head_VH, const Tensor& labels_T) {
-  CheckLabels(labels_T, hidden_TH.size(0), head_VH.size(0));
+  const int64_t rows = hidden_TH.size(0), vocabulary = head_VH.size(0);
+  TORCH_CHECK(labels_T.dim() == 1 && labels_T.size(0) == rows, "hidden states have ", rows, " rows, labels ", labels_T.sizes());
+  const Tensor wrong_T = ((labels_T < 0) & (labels_T != kIgnoredLabel)) | (labels_T >= vocabulary);
+  TORCH_CHECK(!wrong_T.any().item<bool>(), "labels must be ", kIgnoredLabel, " or below ", vocabulary, "; ",
+              wrong_T.sum().item<int64_t>(), " of ", rows, " are not");
   const Tensor rows_R = (labels_T != kIgnoredLabel).nonzero().flatten();
   const bool with_gradients = at::GradMode::is_enabled() && (hidden_TH.requires_grad() || head_VH.requires_grad());
   const variable_list results = HeadCrossEntropyFunction::apply(hidden_TH, head_VH, labels_T, rows_R, with_gradients);
-  return {results[0], results[1].detach()};
-}
-
-Loss SummedCrossEntropy(const Tensor& logits_TV, const Tensor& labels_T) {
-  CheckLabels(labels_T, logits_TV.size(0), logits_TV.size(1));
-  const variable_list results = CrossEntropyFunction::apply(logits_TV, labels_T);
   return {results[0], results[1].detach()};
 }
 

@@ -58,7 +58,8 @@ absl::Status DecoderStage::BeginStep(const StepContext& step) {
   in_flight_.clear();
   expert_counts_.clear();
   largest_logits_.clear();
-  balance_loss_ = balance_scale_ = 0;
+  balance_loss_ = torch::Tensor();
+  balance_scale_ = 0;
   if (options_.balance_loss_weight > 0 && !step.run->decode()) {
     int64_t documents = 0;
     for (const auto& microbatch : step.run->manifest().microbatches()) documents += microbatch.document_lengths_size();
@@ -122,7 +123,7 @@ absl::StatusOr<torch::Tensor> DecoderStage::ForwardOrThrow(uint32_t microbatch, 
   for (const ExpertLoad& load : output.loads) {
     torch::Tensor& counts = expert_counts_[load.layer];
     counts = counts.defined() ? counts + load.counts_E : load.counts_E;
-    if (load.balance_loss.defined()) balance_loss_ += load.balance_loss.item<double>();
+    if (load.balance_loss.defined()) balance_loss_ = balance_loss_.defined() ? balance_loss_ + load.balance_loss : load.balance_loss;
   }
   for (const HeadLogits& logits : output.logits) {
     torch::Tensor& largest = largest_logits_[logits.layer];
@@ -232,7 +233,7 @@ absl::Status DecoderStage::FillReport(worker::v1::StepReport& report) {
     }
     for (const auto& [microbatch, loss] : losses_) *report.add_losses() = loss;
     for (const auto& [microbatch, tokens] : next_tokens_) report.mutable_next_tokens()->Add(tokens.begin(), tokens.end());
-    report.set_balance_loss(balance_loss_);
+    if (balance_loss_.defined()) report.set_balance_loss(balance_loss_.item<double>());
     for (const auto& [layer, largest] : largest_logits_) {
       worker::v1::LargestLogits* entry = report.add_largest_logits();
       entry->set_layer(static_cast<uint32_t>(layer));

@@ -61,7 +61,7 @@ class DecoderStage : public Stage {
   std::map<int64_t, torch::Tensor> expert_counts_;  // by layer
   std::map<int64_t, torch::Tensor> largest_logits_;  // by layer, fp32 [heads]
   double balance_scale_ = 0;  // of the step: weight / documents
-  double balance_loss_ = 0;   // over the step's microbatches in the order of their forwards
+  torch::Tensor balance_loss_;  // fp32 scalar over the step's microbatches, in the order of their forwards; undefined without
   std::map<uint32_t, worker::v1::MicrobatchLoss> losses_;
   std::map<uint32_t, std::vector<int32_t>> next_tokens_;
   std::optional<SafetensorsFile> pinned_routing_;  // of the step

@@ -66,7 +66,6 @@ class ClientProvider : public MicrobatchProvider {
   const HistogramHandle wait_;
 };
 
-// Everything that lives as long as one plan.
 ComputeOptions ComputeOptionsOf(const cluster::v1::TrainingRunSpec& spec) {
   ComputeOptions compute;
   compute.dtype = spec.train().compute_type() == "bf16" ? torch::kBFloat16 : torch::kFloat;
@@ -85,6 +84,7 @@ DecoderStage::Options DecoderOptionsOf(const cluster::v1::TrainingRunSpec& spec)
   return options;
 }
 
+// Everything that lives as long as one plan.
 class PlanExecution {
  public:
   PlanExecution(const ComputeWorkerOptions& options, Plan plan) : options_(options), plan_(std::move(plan)) {}

@@ -31,8 +31,8 @@ class Optimizer {
   uint64_t steps() const { return steps_; }
   const std::vector<UpdateRule>& rules() const { return rules_; }
 
-  // Moments as `exp_avg.NAME` and `exp_avg_sq.NAME`, Muon's as `momentum.NAME`. The bytes are in host memory, belong to the optimizer and are good until the next
-  // call of Step or State: moments that live on a device are copied.
+  // Moments as `exp_avg.NAME` and `exp_avg_sq.NAME`, Muon's as `momentum.NAME`. The bytes are in host memory, belong to the
+  // optimizer and are good until the next call of Step or State: moments that live on a device are copied.
   std::vector<StoredTensor> State() const;
   // Reads the moments of this worker's tensors out of optimizer files, whatever worker wrote them. NOT_FOUND names the tensor that
   // none of them has; FAILED_PRECONDITION where they hold the state of the other kind of update; INVALID_ARGUMENT for another shape, with

@@ -269,7 +269,7 @@ absl::StatusOr<CheckpointInfo> CheckpointLedger::Finish(uint64_t step, const Che
   MOONPIPE_RETURN_IF_ERROR(contents.CheckNothingElse());
   MOONPIPE_RETURN_IF_ERROR(contents.Write(kIndexName, index));
   MOONPIPE_RETURN_IF_ERROR(contents.Write(kConfigName, content.config_json));
-  for (const std::string& path : content.tokenizer_files) {
+  for (const std::string& path : content.data_files) {
     MOONPIPE_ASSIGN_OR_RETURN(const std::string bytes, ReadFile(path));
     MOONPIPE_RETURN_IF_ERROR(contents.Write(fs::path(path).filename().string(), bytes));
   }

@@ -46,7 +46,7 @@ struct CheckpointList {
 struct CheckpointContent {
   std::vector<worker::v1::ShardFile> shards;  // of all workers
   std::string config_json;                    // as it was read
-  std::vector<std::string> tokenizer_files;   // paths of what prepares data, pictures included; copied under their own names
+  std::vector<std::string> data_files;  // paths of what prepares data, pictures included; copied under their own names
   // step and files are filled in by the ledger.
   CheckpointManifest manifest;
 };

@@ -73,12 +73,12 @@ absl::StatusOr<CheckpointInfo> RunSession::WriteCheckpoint(uint64_t step, absl::
   content.config_json = spec_.model().keep_quantised() ? config_.json : WithoutQuantization(config_.json);
   for (const char* name : {"tiktoken.model", "tokenizer_config.json"}) {
     if (spec_.data().tokenizer().empty()) break;  // trained on recorded batches
-    content.tokenizer_files.push_back(absl::StrCat(spec_.data().tokenizer(), "/", name));
+    content.data_files.push_back(absl::StrCat(spec_.data().tokenizer(), "/", name));
   }
   for (const std::string& folder : PreprocessorFolders(spec_)) {
     const std::string path = folder + "/preprocessor_config.json";
     if (!std::filesystem::exists(path)) continue;
-    content.tokenizer_files.push_back(path);
+    content.data_files.push_back(path);
     break;
   }
   content.manifest.cursor = cursor_;

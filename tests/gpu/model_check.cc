@@ -60,9 +60,9 @@ class Trainee {
     accumulator_->Begin();
     Tensor features_MH;
     if (input.has_media) features_MH = tower_->Forward(input.pixels, input.grids);
-    const Tensor logits_TV =
-        decoder_->Forward({input.ids_T.to(device_), input.document_lengths, features_MH}).hidden_or_logits;
-    const Tensor loss = SummedCrossEntropy(logits_TV, input.labels_T.to(device_)).sum / input.trained;
+    const Tensor loss =
+        testing::LossOf(*decoder_, store_, {input.ids_T.to(device_), input.document_lengths, features_MH}, input.labels_T.to(device_)).sum /
+        input.trained;
     loss.backward();
     accumulator_->Finish();
     return loss.item<double>();

@@ -104,6 +104,14 @@ TEST(IdentityTest, AnotherSeedGivesOtherBytes) {
   EXPECT_GT(Differing(Weights(TwoStages()), Weights(other)).size(), 100U);
 }
 
+TEST(IdentityTest, EveryRandomMoveOfPicturesReachesTheTraining) {
+  for (const char* move : {"data.random_shift_pixels=6", "data.random_rotation_degrees=20", "data.random_scale=0.3"}) {
+    const TrainResult moved = RunTrain(Digits(), absl::StrCat("moved-", std::string(move).substr(12, 5)), {"train.steps=1", move});
+    ASSERT_EQ(moved.exit_code, 0) << moved.err;
+    EXPECT_NE(moved.metrics[0]["loss"], TwoStages().metrics[0]["loss"]) << move;
+  }
+}
+
 TEST(IdentityTest, OneStageGivesTheBytesOfTwo) { ExpectEqualRuns(TwoStages(), RunTrain(Digits(), "one-stage", {"pipeline.stages=1"})); }
 
 TEST(IdentityTest, FourStagesGiveTheBytesOfTwo) { ExpectEqualRuns(TwoStages(), RunTrain(Digits(), "four-stages", {"pipeline.stages=4"})); }

@@ -112,6 +112,10 @@ TEST(OneProcessTest, AClusterOfThreadsTrainsAndSavesTheBytesOfAClusterOfProcesse
   (*coordinator)->Stop();
   for (const auto& service : services) EXPECT_EQ(service->Join(), absl::OkStatus());
 
+  std::vector<std::string> curves;
+  for (const auto& entry : std::filesystem::directory_iterator(ended->folder() + "/tensorboard")) curves.push_back(entry.path().filename());
+  EXPECT_THAT(curves, testing::ElementsAre(testing::StartsWith("events.out.tfevents.")));
+
   const TrainResult processes = RunTrain(tiny, "processes", {});
   ASSERT_EQ(processes.exit_code, 0) << processes.err;
   ASSERT_EQ(losses.size(), processes.metrics.size());

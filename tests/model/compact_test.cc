@@ -107,9 +107,12 @@ TEST_P(CompactTest, GivesTheRecordedLogitsAndGradientsPaddedOnEitherSide) {
     DecoderPart decoder(store);
     Tensor features_MH;
     if (input.has_media) features_MH = VisionTower(store).Forward(input.pixels, input.grids);
-    const Tensor logits_TV = decoder.Forward({torch::tensor(ids, torch::kLong), lengths, features_MH}).hidden_or_logits;
+    DecoderInput packed{torch::tensor(ids, torch::kLong), lengths, features_MH};
+    packed.last_hidden = true;
+    const DecoderOutput output = decoder.Forward(packed);
+    const Tensor& logits_TV = output.hidden_or_logits;
     const Tensor labels_T = ShiftLabels(torch::tensor(labels, torch::kLong), lengths, fixture.config().ignore_index);
-    const Loss loss = SummedCrossEntropy(logits_TV, labels_T);
+    const Loss loss = HeadCrossEntropy(output.last_hidden_TH, store.HeadWeight(), labels_T);
     (loss.sum / (labels_T != kIgnoredLabel).sum()).backward();
 
     ExpectClose(fixture, "logits", "logits", logits_TV.detach(), fixture.Read(prefix + "out/logits").flatten(0, 1).index_select(0, input.valid));

@@ -31,8 +31,10 @@ Pass RunPass(const Fixture& fixture, const std::string& name, const ComputeOptio
     VisionTower tower(store);
     in.features_MH = tower.Forward(input.pixels, input.grids);
   }
-  const Tensor logits = decoder.Forward(in).hidden_or_logits;
-  const Tensor loss = SummedCrossEntropy(logits, input.labels_T).sum / input.trained;
+  in.last_hidden = true;
+  const DecoderOutput output = decoder.Forward(in);
+  const Tensor& logits = output.hidden_or_logits;
+  const Tensor loss = HeadCrossEntropy(output.last_hidden_TH, store.HeadWeight(), input.labels_T).sum / input.trained;
   loss.backward();
   Pass pass{loss.item<double>(), logits.detach(), {}};
   for (const TensorSpec& tensor : store.specs()) {

@@ -51,6 +51,11 @@ Fixture Fixture::InFolder(const std::string& folder) {
   return fixture;
 }
 
+Loss LossOf(DecoderPart& decoder, const ParameterStore& store, DecoderInput input, const torch::Tensor& labels_T) {
+  input.skip_head = input.last_hidden = true;
+  return HeadCrossEntropy(decoder.Forward(input).last_hidden_TH, store.HeadWeight(), labels_T);
+}
+
 bool Fixture::Has(const std::string& name) const { return io_->Find(name).ok(); }
 
 torch::Tensor Fixture::Read(const std::string& name) const { return Expect(ToTorch(*Expect(io_->Find(name)))); }

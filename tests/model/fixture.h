@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "moonpipe/model/decoder_part.h"
+#include "moonpipe/model/loss.h"
 #include "moonpipe/model/parameter_store.h"
 #include "moonpipe/model/vision_tower.h"
 #include "moonpipe/spec/safetensors.h"
@@ -34,6 +35,9 @@ struct FixtureCase {
   std::vector<PatchGrid> grids;
   bool has_media = false;  // false: the recorded picture is a dummy that reaches no token
 };
+
+// The loss of a forward, as the last stage takes it; `input` gets the options that it needs.
+Loss LossOf(DecoderPart& decoder, const ParameterStore& store, DecoderInput input, const torch::Tensor& labels_T);
 
 class Fixture {
  public:

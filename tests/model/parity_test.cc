@@ -27,7 +27,7 @@ struct Pass {
   Tensor nll_T;
 };
 
-Pass Forward(const FixtureCase& input, VisionTower* tower, DecoderPart& decoder) {
+Pass Forward(const FixtureCase& input, VisionTower* tower, DecoderPart& decoder, const ParameterStore& store) {
   Pass run;
   const TensorObserver observer = [&run](const std::string& name, const Tensor& value) { run.seen[name] = value.detach(); };
   decoder.set_observer(observer);
@@ -37,8 +37,7 @@ Pass Forward(const FixtureCase& input, VisionTower* tower, DecoderPart& decoder)
     const Tensor all_MH = tower->Forward(input.pixels, input.grids);
     if (input.has_media) features_MH = all_MH;
   }
-  const Tensor logits_TV = decoder.Forward({input.ids_T, input.document_lengths, features_MH}).hidden_or_logits;
-  const Loss loss = SummedCrossEntropy(logits_TV, input.labels_T);
+  const Loss loss = testing::LossOf(decoder, store, {input.ids_T, input.document_lengths, features_MH}, input.labels_T);
   run.loss = loss.sum / input.trained;
   run.nll_T = loss.nll_T;
   decoder.set_observer({});
@@ -87,7 +86,7 @@ TEST_P(ParityTest, EveryStageAndEveryGradientEqualsTheReference) {
   DecoderPart decoder(store);
   std::optional<VisionTower> tower;
   if (fixture.config().vision.has_value()) tower.emplace(store);
-  const Pass run = Forward(input, tower.has_value() ? &*tower : nullptr, decoder);
+  const Pass run = Forward(input, tower.has_value() ? &*tower : nullptr, decoder, store);
   run.loss.backward();
 
   Comparison comparison(fixture);
@@ -150,7 +149,7 @@ TEST_P(ParityTest, FiveAdamWStepsGiveTheLossesOfTheReference) {
   std::vector<Tensor> losses;
   for (int step = 0; step <= settings["steps"].get<int>(); ++step) {
     store.ZeroGradients();
-    const Pass run = Forward(input, tower.has_value() ? &*tower : nullptr, decoder);
+    const Pass run = Forward(input, tower.has_value() ? &*tower : nullptr, decoder, store);
     losses.push_back(run.loss.detach());
     if (step == settings["steps"].get<int>()) break;
     run.loss.backward();

@@ -41,9 +41,11 @@ StepResult RunWhole(ParameterStore& store, const FixtureCase& input) {
   VisionTower tower(store);
   DecoderPart decoder(store);
   const Tensor features = input.has_media ? tower.Forward(input.pixels, input.grids) : Tensor();
-  const DecoderOutput output = decoder.Forward({input.ids_T, input.document_lengths, features});
+  DecoderInput whole{input.ids_T, input.document_lengths, features};
+  whole.skip_head = whole.last_hidden = true;
+  const DecoderOutput output = decoder.Forward(whole);
   StepResult result;
-  const Loss loss = SummedCrossEntropy(output.hidden_or_logits, input.labels_T);
+  const Loss loss = HeadCrossEntropy(output.last_hidden_TH, store.HeadWeight(), input.labels_T);
   loss.sum.backward();
   result.loss = loss.sum.detach();
   result.loads = output.loads;
@@ -73,9 +75,8 @@ TEST_F(PartsTest, ThreePartsGiveTheBitsOfOne) {
   const Tensor received_features = features.detach().set_requires_grad(true);
   const Tensor hidden = first_part.Forward({input.ids_T, input.document_lengths, received_features}).hidden_or_logits;
   const Tensor received_hidden = hidden.detach().set_requires_grad(true);
-  const Tensor logits = last_part.Forward({received_hidden, input.document_lengths, {}}).hidden_or_logits;
   StepResult got;
-  const Loss loss = SummedCrossEntropy(logits, input.labels_T);
+  const Loss loss = testing::LossOf(last_part, last, {received_hidden, input.document_lengths, {}}, input.labels_T);
   loss.sum.backward();
   hidden.backward(received_hidden.grad());
   features.backward(received_features.grad());
@@ -279,7 +280,7 @@ TEST_F(PartsTest, ATiedHeadHasAGradientOfItsOwnAndTheEmbeddingsValues) {
   store.ZeroGradients();
   DecoderPart decoder(store);
   const Tensor ids = torch::tensor({9, 10, 11, 12}, torch::kLong);
-  SummedCrossEntropy(decoder.Forward({ids, {4}, {}}).hidden_or_logits, ids).sum.backward();
+  testing::LossOf(decoder, store, {ids, {4}, {}}, ids).sum.backward();
   const Tensor embedding = store.Get("language_model.model.embed_tokens.weight");
   EXPECT_EQ(store.HeadWeight().data_ptr(), embedding.data_ptr());
   EXPECT_EQ(embedding.grad().abs().sum(1).nonzero().size(0), 4);

@@ -73,13 +73,12 @@ std::vector<double> LargestOfFirstLayer(const ParameterStore& store, const Fixtu
   return largest;
 }
 
-// One short document of a text model.
-FixtureCase ShortDocuments(const Fixture& fixture) {
+// Two short documents of text.
+FixtureCase ShortDocuments() {
   FixtureCase input;
   torch::Generator generator = at::make_generator<at::CPUGeneratorImpl>(5);
   input.ids_T = torch::randint(0, 100, {9}, generator, torch::kLong);
   input.document_lengths = {6, 3};
-  (void)fixture;
   return input;
 }
 
@@ -88,7 +87,7 @@ TEST(QkClipTest, LargestLogitsAreThoseOfEveryVisiblePair) {
   const Fixture fixture("moonlight");
   ParameterStore store = fixture.Load();
   DecoderPart decoder(store);
-  const FixtureCase input = ShortDocuments(fixture);
+  const FixtureCase input = ShortDocuments();
   const auto logits = LargestLogits(decoder, input);
   ASSERT_EQ(static_cast<int64_t>(logits.size()), fixture.config().text.num_hidden_layers);
   const std::vector<double> wanted = LargestOfFirstLayer(store, input);
@@ -100,13 +99,13 @@ TEST(QkClipTest, NothingIsRecordedUnlessAskedFor) {
   const Fixture fixture("moonlight");
   ParameterStore store = fixture.Load();
   DecoderPart decoder(store);
-  const FixtureCase input = ShortDocuments(fixture);
+  const FixtureCase input = ShortDocuments();
   EXPECT_TRUE(decoder.Forward({input.ids_T, input.document_lengths, {}}).logits.empty());
 }
 
 TEST(QkClipTest, LayersWhoseQueriesOrKeysAreFrozenAreNotRecorded) {
   const Fixture fixture("moonlight");
-  const FixtureCase input = ShortDocuments(fixture);
+  const FixtureCase input = ShortDocuments();
   for (const char* frozen : {"q_proj.weight", "kv_b_proj.weight"}) {
     ParameterStore store = fixture.Load();
     DecoderPart decoder(store);
@@ -131,7 +130,7 @@ TEST_P(QkClipModels, ThreeHeadsAboveTheThresholdComeBackToItAndNothingElseChange
   const Fixture fixture(GetParam());
   ParameterStore store = fixture.Load();
   DecoderPart decoder(store);
-  const FixtureCase input = ShortDocuments(fixture);
+  const FixtureCase input = ShortDocuments();
   const TextConfig& config = fixture.config().text;
   const int64_t layer = 1, nope = config.qk_nope_head_dim, rope = config.qk_rope_head_dim, value = config.v_head_dim;
   const std::string prefix = absl::StrCat(store.decoder_prefix(), "layers.", layer, ".self_attn.");

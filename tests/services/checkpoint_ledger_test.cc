@@ -65,7 +65,7 @@ class CheckpointLedgerTest : public testing::Test {
     content.shards.push_back(WriteShard(folder, "model-00002-of-00002.safetensors", "b", value + 1));
     content.shards.push_back(WriteShard(folder, "optimizer-00001-of-00002.safetensors", "a.moment", value));
     content.config_json = "{ \"model_type\":  \"kimi_vl\" }\n";
-    content.tokenizer_files = {tokenizer_};
+    content.data_files = {tokenizer_};
     content.manifest.cursor.set_window(17);
     content.manifest.seed = 5;
     content.manifest.spec.mutable_pipeline()->set_stages(2);
@@ -243,7 +243,7 @@ TEST_F(CheckpointLedgerTest, FinishRefusesShardsThatAreNotAsTheirWorkersSaid) {
   EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.shards.pop_back(); }),
               HasSubstr("belongs to no shard"));
   EXPECT_THAT(
-      refuse([](const std::string&, CheckpointContent& content) { content.tokenizer_files = {"/nowhere/at/all"}; }),
+      refuse([](const std::string&, CheckpointContent& content) { content.data_files = {"/nowhere/at/all"}; }),
       HasSubstr("/nowhere"));
   EXPECT_THAT(refuse([](const std::string&, CheckpointContent& content) { content.shards[0].set_sha256("12"); }),
               HasSubstr("SHA-256"));
