@@ -175,7 +175,8 @@ double ReadRopeTheta(const Fields& text, Problems* problems) {
   return text.Positive("rope_theta");
 }
 
-TextConfig ReadText(const Fields& text, Problems* problems) {
+// `sigmoid_by_class`: the configuration class that wrote the file knows no other scores and has no field for them.
+TextConfig ReadText(const Fields& text, Problems* problems, bool sigmoid_by_class = false) {
   TextConfig config;
   config.vocab_size = text.Integer("vocab_size", 1);
   config.hidden_size = text.Integer("hidden_size", 1);
@@ -195,7 +196,7 @@ TextConfig ReadText(const Fields& text, Problems* problems) {
   config.topk_group = text.IntegerOr("topk_group", 1, 1);
   config.norm_topk_prob = text.BoolOr("norm_topk_prob", true);
   config.routed_scaling_factor = text.Positive("routed_scaling_factor");
-  config.scoring_func = text.String("scoring_func");
+  config.scoring_func = sigmoid_by_class ? text.StringOr("scoring_func", "sigmoid") : text.String("scoring_func");
   config.first_k_dense_replace = text.Integer("first_k_dense_replace", 0);
   config.moe_layer_freq = text.IntegerOr("moe_layer_freq", 1, 1);
   config.rms_norm_eps = text.Positive("rms_norm_eps");
@@ -283,13 +284,15 @@ std::optional<Quantization> ReadQuantization(const Fields& parent, Problems* pro
 }
 
 // K2.5 writes the same sizes under names that begin with vt_.
+// A file that transformers 5 wrote has the plain names.
 VisionConfig ReadVision(const Fields& vision, bool clips, int64_t text_hidden_size) {
-  const std::string prefix = clips ? "vt_" : "";
+  const std::string prefix = clips && !vision.Has("hidden_size") ? "vt_" : "";
+  const std::string table = vision.Has("pos_emb_height") ? "pos_emb_" : "init_pos_emb_";
   VisionConfig config;
   config.patch_size = vision.Integer("patch_size", 1);
-  config.init_pos_emb_height = vision.Integer("init_pos_emb_height", 1);
-  config.init_pos_emb_width = vision.Integer("init_pos_emb_width", 1);
-  config.init_pos_emb_time = clips ? vision.IntegerOr("init_pos_emb_time", 1, 4) : 1;
+  config.init_pos_emb_height = vision.Integer(table + "height", 1);
+  config.init_pos_emb_width = vision.Integer(table + "width", 1);
+  config.init_pos_emb_time = clips ? vision.IntegerOr(table + "time", 1, 4) : 1;
   config.num_attention_heads = vision.Integer(prefix + "num_attention_heads", 1);
   config.num_hidden_layers = vision.Integer(prefix + "num_hidden_layers", 1);
   config.hidden_size = vision.Integer(prefix + "hidden_size", 1);
@@ -435,10 +438,12 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
     const Json* vision_object = top.Object("vision_config");
     if (text_object != nullptr) {
       const Fields text(*text_object, "text_config", &problems);
-      config.text = ReadText(text, &problems);
+      // transformers 5 calls the placeholder's id otherwise, and its class ties embeddings where the model does not.
+      const bool native = clips && !top.Has("media_placeholder_token_id") && top.Has("image_token_id");
+      config.text = ReadText(text, &problems, native);
       config.quantization = ReadQuantization(text, &problems);
-      top.Only("tie_word_embeddings", config.text.tie_word_embeddings, "it contradicts text_config.tie_word_embeddings");
-      config.media_placeholder_token_id = ReadToken(top, "media_placeholder_token_id", config.text.vocab_size);
+      if (!native) top.Only("tie_word_embeddings", config.text.tie_word_embeddings, "it contradicts text_config.tie_word_embeddings");
+      config.media_placeholder_token_id = ReadToken(top, native ? "image_token_id" : "media_placeholder_token_id", config.text.vocab_size);
       // The top level wins: it is what the checkpoint's own processor reads.
       for (auto [name, id] : {std::pair<const char*, int64_t*>{"pad_token_id", &config.pad_token_id}, {"eos_token_id", &config.eos_token_id}}) {
         *id = ReadToken(top.Has(name) ? top : text, name, config.text.vocab_size);
@@ -449,7 +454,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view json) {
     if (vision_object != nullptr) {
       const Fields vision(*vision_object, "vision_config", &problems);
       config.vision = ReadVision(vision, clips, config.text.hidden_size);
-      config.projector_ln_eps = vision.PositiveOr("projector_ln_eps", config.projector_ln_eps);
+      config.projector_ln_eps = vision.PositiveOr("projector_ln_eps", top.PositiveOr("projection_layer_norm_eps", config.projector_ln_eps));
     }
     if (text_object != nullptr) RefuseMultiAxisRotary(Fields(*text_object, "text_config", &problems), config.vision, &problems);
   }

@@ -114,11 +114,105 @@ TEST(ModelConfigTest, RopeScalingIsNoneUnlessTheFileAsksForYarn) {
 }
 
 TEST(ModelConfigTest, TheMergeKernelIsExactlyTwoNumbers) {
-  for (const Json& merge : {Json(2), Json({2}), Json({2, 2, 2}), Json({2, 0}), Json({2, "2"})}) {
+  for (const Json& merge : {Json(2), Json::array(), Json({2}), Json({2, 2, 2}), Json({2, 0}), Json({2, "2"})}) {
     Json json = Recorded("kimi_vl_a3b");
     json["vision_config"]["merge_kernel_size"] = merge;
     EXPECT_THAT(ErrorOf(json), HasSubstr("vision_config.merge_kernel_size: must be exactly two whole numbers")) << merge;
   }
+}
+
+TEST(ModelConfigTest, WhatATowerNeedsHasNoDefault) {
+  for (const char* model : {"kimi_vl_a3b", "kimi_k2_5"}) {
+    for (const char* field : {"merge_kernel_size", "patch_size"}) {
+      Json json = Recorded(model);
+      json["vision_config"].erase(field);
+      EXPECT_THAT(ErrorOf(json), HasSubstr(absl::StrCat("vision_config.", field, ": is missing; it has no default")));
+      json["vision_config"][field] = nullptr;
+      EXPECT_THAT(ErrorOf(json), HasSubstr(absl::StrCat("vision_config.", field, ": is missing; it has no default")));
+    }
+  }
+}
+
+TEST(ModelConfigTest, DeepstackFeaturesAreRefusedWhereverTheyStand) {
+  Json json = Recorded("kimi_vl_a3b");
+  json["vision_config"]["deepstack_visual_indexes"] = {8, 16, 24};
+  json["text_config"]["use_deepstack"] = false;
+  json["deepstack_layers"] = Json::array();
+  EXPECT_THAT(ErrorOf(json), AllOf(HasSubstr("3 problems"), HasSubstr("vision_config.deepstack_visual_indexes: is not supported"),
+                                   HasSubstr("text_config.use_deepstack: "), HasSubstr("\n  deepstack_layers: ")));
+}
+
+TEST(ModelConfigTest, TheTopLevelArchitecturePicksTheModelAndBothSpellingsOfTheDecoderAreRead) {
+  Json json = Recorded("moonlight");
+  json["model_type"] = "kimi_k2";
+  EXPECT_EQ(ParseModelConfig(json.dump())->architecture, Architecture::kDeepseekV3);
+  json.erase("architectures");
+  EXPECT_EQ(ParseModelConfig(json.dump())->architecture, Architecture::kDeepseekV3);
+  json = Recorded("kimi_k2_5");
+  for (const char* spelling : {"kimi_k2", "deepseek_v3"}) {
+    json["text_config"]["model_type"] = spelling;
+    EXPECT_EQ(ParseModelConfig(json.dump())->architecture, Architecture::kKimiK25);
+  }
+}
+
+TEST(ModelConfigTest, QuantisationIsReadAtTheTopOrInTheDecoder) {
+  const Json packed = Json::parse(R"({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+    "targets": ["Linear"], "input_activations": null,
+    "weights": {"num_bits": 4, "type": "int", "symmetric": true, "strategy": "group", "group_size": 32}}}})");
+  for (const bool top : {false, true}) {
+    Json json = Recorded("kimi_k2_5");
+    (top ? json : json["text_config"])["quantization_config"] = packed;
+    const absl::StatusOr<ModelConfig> config = ParseModelConfig(json.dump());
+    ASSERT_TRUE(config.ok()) << config.status();
+    ASSERT_TRUE(config->quantization.has_value());
+    EXPECT_EQ(config->quantization->method, QuantizationMethod::kInt4);
+    EXPECT_EQ(config->quantization->group_size, 32);
+    EXPECT_EQ(Json::parse(WithoutQuantization(config->json)), Recorded("kimi_k2_5"));
+  }
+  Json json = Recorded("moonlight");
+  EXPECT_EQ(WithoutQuantization(json.dump()), json.dump());
+  json["quantization_config"] = {{"quant_method", "fp8"}, {"fmt", "e4m3"}, {"weight_block_size", {128, 64}}};
+  EXPECT_EQ(ParseModelConfig(json.dump())->quantization->block_columns, 64);
+  json["quantization_config"]["weight_block_size"] = {128};
+  EXPECT_THAT(ErrorOf(json), HasSubstr("quantization_config.weight_block_size: must be two whole numbers above 0, is [128]"));
+  json["quantization_config"] = packed;
+  json["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8;
+  json["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = false;
+  EXPECT_THAT(ErrorOf(json), AllOf(HasSubstr("quantization_config.config_groups.group_0.weights.num_bits: only 4 bits"),
+                                   HasSubstr("quantization_config.config_groups.group_0.weights.symmetric: false is not supported")));
+}
+
+// The names of the configuration classes of transformers 5; what they have no field for is what the class always does.
+TEST(ModelConfigTest, AFileThatTransformersFiveWroteIsReadAsTheModelItIs) {
+  const ModelConfig published = *ParseModelConfig(Recorded("kimi_k2_5").dump());
+  Json json = Recorded("kimi_k2_5");
+  Json& text = json["text_config"];
+  Json& vision = json["vision_config"];
+  json["image_token_id"] = json["media_placeholder_token_id"];
+  json.erase("media_placeholder_token_id");
+  json["tie_word_embeddings"] = true;
+  json["projection_layer_norm_eps"] = 1e-5;
+  text["model_type"] = "deepseek_v3";
+  for (const char* field : {"scoring_func", "topk_method", "moe_layer_freq"}) text.erase(field);
+  text["rope_parameters"] = text["rope_scaling"];
+  text.erase("rope_scaling");
+  text.erase("rope_theta");
+  Json native = {{"model_type", "kimi_k25_vision"}, {"patch_size", vision["patch_size"]}, {"merge_kernel_size", vision["merge_kernel_size"]}};
+  for (const char* field : {"hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"}) {
+    native[field] = vision[absl::StrCat("vt_", field)];
+  }
+  for (const char* side : {"height", "width", "time"}) native[absl::StrCat("pos_emb_", side)] = vision[absl::StrCat("init_pos_emb_", side)];
+  vision = native;
+  const absl::StatusOr<ModelConfig> config = ParseModelConfig(json.dump());
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->media_placeholder_token_id, published.media_placeholder_token_id);
+  EXPECT_FALSE(config->text.tie_word_embeddings);
+  EXPECT_EQ(config->text.rope_scaling->factor, published.text.rope_scaling->factor);
+  EXPECT_EQ(config->text.rope_theta, published.text.rope_theta);
+  EXPECT_EQ(config->vision->hidden_size, published.vision->hidden_size);
+  EXPECT_EQ(config->vision->num_attention_heads, published.vision->num_attention_heads);
+  EXPECT_EQ(config->vision->init_pos_emb_time, published.vision->init_pos_emb_time);
+  EXPECT_EQ(config->vision->init_pos_emb_height, published.vision->init_pos_emb_height);
 }
 
 TEST(ModelConfigTest, SizesThatContradictEachOtherAreRefused) {
