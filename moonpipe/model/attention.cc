@@ -46,8 +46,7 @@ Tensor LatentAttention::Query(const Tensor& x_TH) const {
 Tensor LatentAttention::Forward(const Tensor& x_TH, const SpanLayout& layout, const RotaryTable& rotary,
                                 Tensor* largest_logits_N) const {
   const int64_t tokens = x_TH.size(0);
-  const std::vector<Tensor> query = Query(x_TH).view({tokens, heads_, nope_ + rope_}).split_with_sizes({nope_, rope_}, -1);
-  const Tensor q_TNq = torch::cat({query[0], Rotate(query[1], rotary)}, -1);
+  const Tensor q_TNq = RotatePart(Query(x_TH).view({tokens, heads_, nope_ + rope_}), rotary, heads_, nope_);
 
   const std::vector<Tensor> latent = Linear(x_TH, kv_a_proj_).split_with_sizes({kv_rank_, rope_}, -1);
   const Tensor expanded_TNe = Linear(RmsNorm(latent[0], kv_a_norm_, kLatentNormEps, rounding_), kv_b_proj_).view({tokens, heads_, nope_ + value_});
@@ -55,12 +54,8 @@ Tensor LatentAttention::Forward(const Tensor& x_TH, const SpanLayout& layout, co
   const Tensor shared_key_T1r = Rotate(latent[1].unsqueeze(1), rotary);
   const Tensor k_TNq = torch::cat({expanded[0], shared_key_T1r.expand({tokens, heads_, rope_})}, -1);
 
-  // Values of the query's width keep the fast attention path on CPUs; the extra columns are zeros in and zeros out.
-  const int64_t padding = nope_ + rope_ - value_;
-  const Tensor v_TNq = padding == 0 ? expanded[1] : at::constant_pad_nd(expanded[1], {0, padding}, 0);
-  const Tensor attended_TNq = SpanAttention(q_TNq, k_TNq, v_TNq, layout, /*causal=*/true, scale_, in_steps_);
+  const Tensor attended_TNv = SpanAttention(q_TNq, k_TNq, expanded[1], layout, /*causal=*/true, scale_, in_steps_);
   if (largest_logits_N != nullptr) *largest_logits_N = LargestCausalLogits(q_TNq, k_TNq, layout, scale_);
-  const Tensor attended_TNv = padding == 0 ? attended_TNq : attended_TNq.narrow(-1, 0, value_);
   return Linear(attended_TNv.reshape({tokens, heads_ * value_}), o_proj_);
 }
 

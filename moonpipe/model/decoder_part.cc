@@ -49,7 +49,7 @@ Tensor DecoderPart::Embed(const DecoderInput& input) const {
   const Tensor& ids_T = input.tokens_or_hidden;
   TORCH_CHECK(ids_T.dim() == 1 && ids_T.scalar_type() == torch::kLong, "the part with the embedding takes token ids, int64 [T], but got ",
               ids_T.scalar_type(), " ", ids_T.sizes());
-  const Tensor embedded_TH = at::embedding(embedding_, ids_T).to(compute_.dtype);
+  const Tensor embedded_TH = Embedding(embedding_, ids_T).to(compute_.dtype);
   if (media_token_ < 0) return embedded_TH;
   return ScatterMedia(embedded_TH, MediaPositions(ids_T, media_token_), input.features_MH);
 }

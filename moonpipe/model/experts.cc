@@ -1,6 +1,8 @@
 #include "moonpipe/model/experts.h"
 
 #include "absl/strings/str_cat.h"
+#include "moonpipe/model/activations.h"
+#include "moonpipe/model/grouped_feed_forward.h"
 #include "moonpipe/model/linear.h"
 #include "moonpipe/model/rows.h"
 
@@ -11,7 +13,7 @@ using torch::Tensor;
 FeedForward::FeedForward(const ParameterStore& store, const std::string& prefix)
     : gate_(store.Get(prefix + "gate_proj.weight")), up_(store.Get(prefix + "up_proj.weight")), down_(store.Get(prefix + "down_proj.weight")) {}
 
-Tensor FeedForward::Forward(const Tensor& x_TH) const { return Linear(at::silu(Linear(x_TH, gate_)) * Linear(x_TH, up_), down_); }
+Tensor FeedForward::Forward(const Tensor& x_TH) const { return Linear(SwiGlu(Linear(x_TH, gate_), Linear(x_TH, up_)), down_); }
 
 // A counting sort: stable by nature, and the row counts are needed on the host anyway to cut the slices.
 ExpertPlan PlanExperts(const Tensor& indices_TK, int64_t experts) {
@@ -77,8 +79,7 @@ Tensor MixtureOfExperts::Forward(const Tensor& x_TH, const std::vector<int64_t>&
 Tensor MixtureOfExperts::SortedExperts(const Tensor& x_TH, const Routing& routing, const ExpertPlan& plan) const {
   const int64_t choices = config_.num_experts_per_tok;
   const Tensor rows_RH = SpreadRows(x_TH, plan.token_of_row, plan.row_of_choice, choices);
-  const Tensor inner_RF = at::silu(GroupedLinear(rows_RH, gate_, plan.offsets)) * GroupedLinear(rows_RH, up_, plan.offsets);
-  const Tensor outputs_RH = GroupedLinear(inner_RF, down_, plan.offsets);
+  const Tensor outputs_RH = GroupedFeedForward(rows_RH, gate_, up_, down_, plan.offsets);
   // Back to token order; the weighted sum runs over a token's experts in ascending order, in fp32.
   const Tensor outputs_TKH = PermuteRows(outputs_RH, plan.row_of_choice, plan.choice_of_row).unflatten(0, {-1, choices});
   return (outputs_TKH.to(torch::kFloat) * routing.weights_TK.unsqueeze(-1)).sum(1).to(x_TH.scalar_type());
@@ -94,7 +95,7 @@ Tensor MixtureOfExperts::LoopedExperts(const Tensor& x_TH, const Routing& routin
     if (rows == 0) continue;
     const Tensor tokens = plan.token_of_row.narrow(0, plan.offsets[e], rows);
     const Tensor x = x_TH.index_select(0, tokens);
-    const Tensor y = Linear(at::silu(Linear(x, gates[e])) * Linear(x, ups[e]), downs[e]);
+    const Tensor y = Linear(SwiGlu(Linear(x, gates[e]), Linear(x, ups[e])), downs[e]);
     const Tensor weight = weights.index_select(0, plan.choice_of_row.narrow(0, plan.offsets[e], rows)).unsqueeze(-1);
     routed_TH = routed_TH.index_add(0, tokens, y.to(torch::kFloat) * weight);
   }

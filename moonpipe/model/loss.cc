@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "moonpipe/model/linear.h"
+
 namespace moonpipe {
 namespace {
 
@@ -22,7 +24,7 @@ class HeadCrossEntropyFunction : public torch::autograd::Function<HeadCrossEntro
     Tensor dx_RH, dhead_VH;
     if (with_gradients) {
       dx_RH = torch::empty_like(x_RH);
-      dhead_VH = torch::zeros_like(head_VH);
+      dhead_VH = rows_R.size(0) == 0 ? torch::zeros_like(head_VH) : torch::empty_like(head_VH);
     }
     const int64_t rows = rows_R.size(0);
     for (int64_t first = 0; first < rows; first += kLossRows) {
@@ -38,14 +40,17 @@ class HeadCrossEntropyFunction : public torch::autograd::Function<HeadCrossEntro
       const Tensor dlogits = logits.to(dtype);
       Tensor dx = dx_RH.narrow(0, first, count);
       at::mm_out(dx, dlogits, head);
-      if (dtype == dhead_VH.scalar_type()) {
-        dhead_VH.addmm_(dlogits.t(), x);
+      if (dtype != dhead_VH.scalar_type()) {
+        const Tensor product = at::mm(dlogits.t(), x);
+        first == 0 ? dhead_VH.copy_(product) : dhead_VH.add_(product);
+      } else if (first == 0) {
+        at::mm_out(dhead_VH, dlogits.t(), x);
       } else {
-        dhead_VH.add_(at::mm(dlogits.t(), x));
+        dhead_VH.addmm_(dlogits.t(), x);
       }
     }
     context->saved_data["tokens"] = hidden_TH.size(0);
-    if (with_gradients) context->save_for_backward({dx_RH, dhead_VH, rows_R});
+    if (with_gradients) context->save_for_backward({dx_RH, dhead_VH, rows_R, head_VH});
     context->mark_non_differentiable({nll_T});
     return {nll_T.sum(), nll_T};
   }
@@ -54,7 +59,12 @@ class HeadCrossEntropyFunction : public torch::autograd::Function<HeadCrossEntro
     const variable_list saved = context->get_saved_variables();
     Tensor dx_RH = saved[0], dhead_VH = saved[1];
     dx_RH.mul_(gradients[0]);
-    dhead_VH.mul_(gradients[0]);
+    if (Tensor sum_VH = GradientToAddTo(saved[3], dhead_VH.scalar_type()); sum_VH.defined()) {
+      sum_VH.addcmul_(dhead_VH, gradients[0]);
+      dhead_VH = Tensor();
+    } else {
+      dhead_VH.mul_(gradients[0]);
+    }
     Tensor dhidden_TH = torch::zeros({context->saved_data["tokens"].toInt(), dx_RH.size(1)}, dx_RH.options());
     dhidden_TH.index_copy_(0, saved[2], dx_RH);
     return {dhidden_TH, dhead_VH, Tensor(), Tensor(), Tensor()};

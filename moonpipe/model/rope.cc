@@ -1,9 +1,13 @@
 #include "moonpipe/model/rope.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numbers>
 
+#include "moonpipe/model/activations.h"
+#include "moonpipe/model/row_kernels.h"
 #include "moonpipe/model/test_faults.h"
 
 namespace moonpipe {
@@ -22,16 +26,49 @@ Tensor RotateRows(const Tensor& x_TNd, const Tensor& cos_T1d, const Tensor& sin_
   return (x32 * cos_T1d).add_(swapped * sin_T1d).to(x_TNd.scalar_type());
 }
 
+Tensor RotateOnHost(const Tensor& x, const Tensor& cos_T1d, const Tensor& sin_T1d, int64_t heads, int64_t first_column, float sin_sign) {
+  const Tensor x_TNd = x.contiguous();
+  Tensor y_TNd = torch::empty_like(x_TNd);
+  const int64_t all_heads = x_TNd.size(1), width = x_TNd.size(2), turned = width - first_column;
+  const float *const in = x_TNd.const_data_ptr<float>(), *const cos = cos_T1d.const_data_ptr<float>(), *const sin = sin_T1d.const_data_ptr<float>();
+  float* const out = y_TNd.data_ptr<float>();
+  at::parallel_for(0, x_TNd.size(0), 32, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float* from = in + row * all_heads * width;
+      float* to = out + row * all_heads * width;
+      for (int64_t head = 0; head < heads; ++head, from += width, to += width) {
+        std::copy(from, from + first_column, to);
+        rows::RotatePairs(from + first_column, cos + row * turned, sin + row * turned, turned, sin_sign, to + first_column);
+      }
+      std::copy(from, from + (all_heads - heads) * width, to);
+    }
+  });
+  return y_TNd;
+}
+
+Tensor RotateSome(const Tensor& x_TNd, const Tensor& cos_T1d, const Tensor& sin_T1d, int64_t heads, int64_t first_column, bool back) {
+  if (IsPlain(x_TNd)) return RotateOnHost(x_TNd, cos_T1d, sin_T1d, heads, first_column, back ? -1.0f : 1.0f);
+  Tensor y_TNd = x_TNd.clone();
+  const Tensor part = y_TNd.narrow(1, 0, heads).narrow(2, first_column, x_TNd.size(2) - first_column);
+  part.copy_(RotateRows(part, cos_T1d, back ? sin_T1d.neg() : sin_T1d));
+  return y_TNd;
+}
+
 // The gradient of a rotation is the rotation back.
 class RotateFunction : public torch::autograd::Function<RotateFunction> {
  public:
-  static Tensor forward(AutogradContext* context, const Tensor& x_TNd, const Tensor& cos_T1d, const Tensor& sin_T1d) {
+  static Tensor forward(AutogradContext* context, const Tensor& x_TNd, const Tensor& cos_T1d, const Tensor& sin_T1d, int64_t heads,
+                        int64_t first_column) {
     context->save_for_backward({cos_T1d, sin_T1d});
-    return RotateRows(x_TNd, cos_T1d, sin_T1d);
+    context->saved_data["heads"] = heads;
+    context->saved_data["first_column"] = first_column;
+    return RotateSome(x_TNd, cos_T1d, sin_T1d, heads, first_column, false);
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const variable_list saved = context->get_saved_variables();
-    return {RotateRows(gradients[0], saved[0], saved[1].neg()), Tensor(), Tensor()};
+    const Tensor dx_TNd = RotateSome(gradients[0], saved[0], saved[1], context->saved_data["heads"].toInt(),
+                                     context->saved_data["first_column"].toInt(), true);
+    return {dx_TNd, Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -44,7 +81,13 @@ RotaryTable MakeRotaryTable(const Tensor& angles_Tp) {
   return {angles_Tp.cos().repeat_interleave(2, 1).unsqueeze(1), torch::stack({sin_Tp.neg(), sin_Tp}, -1).flatten(1).unsqueeze(1)};
 }
 
-Tensor Rotate(const Tensor& x_TNd, const RotaryTable& table) { return RotateFunction::apply(x_TNd, table.cos_T1d, table.sin_T1d); }
+Tensor RotatePart(const Tensor& x_TNd, const RotaryTable& table, int64_t heads, int64_t first_column) {
+  TORCH_CHECK(table.cos_T1d.size(0) == x_TNd.size(0) && table.cos_T1d.size(2) == x_TNd.size(2) - first_column && heads <= x_TNd.size(1),
+              "a rotary table of ", table.cos_T1d.sizes(), " for the columns from ", first_column, " of ", x_TNd.sizes());
+  return RotateFunction::apply(x_TNd, table.cos_T1d, table.sin_T1d, heads, first_column);
+}
+
+Tensor Rotate(const Tensor& x_TNd, const RotaryTable& table) { return RotatePart(x_TNd, table, x_TNd.size(1), 0); }
 
 std::vector<float> TextFrequencies(const TextConfig& config) {
   const int64_t width = config.qk_rope_head_dim;

@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 
+#include "moonpipe/model/blocked_attention.h"
 #include "moonpipe/model/rows.h"
 
 namespace moonpipe {
@@ -78,19 +79,26 @@ SpanLayout::SpanLayout(std::vector<int64_t> lengths, torch::Device device) : len
   inverse_ = inverse.to(device);
 }
 
-Tensor SpanAttention(const Tensor& q_TNd, const Tensor& k_TNd, const Tensor& v_TNd, const SpanLayout& layout, bool causal, double scale,
+Tensor SpanAttention(const Tensor& q_TNd, const Tensor& k_TNd, const Tensor& v_TNv, const SpanLayout& layout, bool causal, double scale,
                      bool in_steps) {
   TORCH_CHECK(q_TNd.size(0) == layout.num_rows(), "attention over ", q_TNd.size(0), " rows, but the spans cover ", layout.num_rows());
+  if (!in_steps && q_TNd.is_cpu() && q_TNd.scalar_type() == torch::kFloat) {
+    return BlockedAttention(q_TNd, k_TNd, v_TNv, layout.lengths(), causal, scale);
+  }
+  // Values of the query's width keep the library's fast paths; the extra columns are zeros in and zeros out.
+  const int64_t padding = q_TNd.size(2) - v_TNv.size(2);
+  const bool pads = padding > 0 && !in_steps;
   const std::vector<Tensor> q = ByGroup(q_TNd, layout);
   const std::vector<Tensor> k = ByGroup(k_TNd, layout);
-  const std::vector<Tensor> v = ByGroup(v_TNd, layout);
+  const std::vector<Tensor> v = ByGroup(pads ? at::constant_pad_nd(v_TNv, {0, padding}, 0) : v_TNv, layout);
   std::vector<Tensor> outputs;
   for (size_t i = 0; i < q.size(); ++i) {
     const Tensor attended = in_steps ? AttendInSteps(q[i], k[i], v[i], causal, scale)
                                      : at::scaled_dot_product_attention(q[i], k[i], v[i], std::nullopt, 0.0, causal, scale);
     outputs.push_back(attended.transpose(1, 2).flatten(0, 1));
   }
-  const Tensor all = outputs.size() == 1 ? outputs.front() : torch::cat(outputs);
+  Tensor all = outputs.size() == 1 ? outputs.front() : torch::cat(outputs);
+  if (pads) all = all.narrow(2, 0, v_TNv.size(2));
   return layout.needs_order() ? PermuteRows(all, layout.inverse(), layout.order()) : all;
 }
 

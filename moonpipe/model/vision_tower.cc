@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "moonpipe/model/activations.h"
 #include "moonpipe/model/linear.h"
 #include "moonpipe/model/norms.h"
 #include "moonpipe/model/position_table.h"
@@ -109,13 +110,13 @@ Tensor VisionTower::RunBlock(const Block& block, const Tensor& x_ND, const SpanL
   const int64_t heads = config_.num_attention_heads;
   const Tensor qkv = Linear(LayerNorm(x_ND, block.norm0_weight, block.norm0_bias, kNormEps), block.wqkv_weight, block.wqkv_bias);
   // Rows of wqkv are all of q, then k, then v: the first two thirds of the heads rotate.
-  const std::vector<Tensor> parts = qkv.unflatten(1, {3 * heads, config_.head_dim()}).split_with_sizes({2 * heads, heads}, 1);
-  const std::vector<Tensor> rotated = Rotate(parts[0], rotary).split_with_sizes({heads, heads}, 1);
+  const std::vector<Tensor> parts =
+      RotatePart(qkv.unflatten(1, {3 * heads, config_.head_dim()}), rotary, 2 * heads, 0).split_with_sizes({heads, heads, heads}, 1);
   const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_dim()));
-  const Tensor attended = SpanAttention(rotated[0], rotated[1], parts[1], layout, /*causal=*/false, scale, compute_.explicit_attention).flatten(1);
+  const Tensor attended = SpanAttention(parts[0], parts[1], parts[2], layout, /*causal=*/false, scale, compute_.explicit_attention).flatten(1);
   const Tensor middle_ND = x_ND + Linear(attended, block.wo_weight, block.wo_bias);
   const Tensor inner = Linear(LayerNorm(middle_ND, block.norm1_weight, block.norm1_bias, kNormEps), block.fc0_weight, block.fc0_bias);
-  return middle_ND + Linear(at::gelu(inner, HasTestFault(TestFault::kErfGelu) ? "none" : "tanh"), block.fc1_weight, block.fc1_bias);
+  return middle_ND + Linear(HasTestFault(TestFault::kErfGelu) ? at::gelu(inner, "none") : GeluTanh(inner), block.fc1_weight, block.fc1_bias);
 }
 
 // [N, D] -> [M, merged, D]: the patches of each window together, windows in raster order, frames averaged.
