@@ -64,7 +64,7 @@ void ForRanges(const std::vector<Work>& all, const Function& function) {
   });
 }
 
-int64_t Longest(const std::vector<int64_t>& lengths) { return *std::max_element(lengths.begin(), lengths.end()); }
+int64_t Longest(const std::vector<int64_t>& lengths) { return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end()); }
 
 class BlockedAttentionFunction : public torch::autograd::Function<BlockedAttentionFunction> {
  public:

@@ -23,9 +23,9 @@ struct RotaryTable {
 RotaryTable MakeRotaryTable(const torch::Tensor& angles_Tp);
 
 // Rotates all heads of x_TNd [T, N, d] by the row's angles.
-// x_TNd [T, N, d] with the columns from `first_column` of the first `heads` heads turned, the rest as it is; the table is of d - first_column.
-torch::Tensor RotatePart(const torch::Tensor& x_TNd, const RotaryTable& table, int64_t heads, int64_t first_column);
 torch::Tensor Rotate(const torch::Tensor& x_TNd, const RotaryTable& table);
+// Rotates the columns from `first_column` of the first `heads` heads and leaves the rest as it is; the table is of d - first_column.
+torch::Tensor RotatePart(const torch::Tensor& x_TNd, const RotaryTable& table, int64_t heads, int64_t first_column);
 
 // The decoder's frequencies for qk_rope_head_dim / 2 pairs, YaRN included.
 std::vector<float> TextFrequencies(const TextConfig& config);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstdio>
 #include <cstdlib>
 #include <utility>
 
@@ -102,6 +103,14 @@ bool ShutdownSignal::Wait(absl::Duration timeout) {
 }
 
 void SetEnvironmentForDeterminism(char** argv) {
+#if defined(__x86_64__)
+  // What row_kernels.cc is compiled for.
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
+    std::fputs("moonpipe: this processor has no AVX2 and FMA, which the x86-64 build needs (any since 2013 to 2015 has): use another machine\n",
+               stderr);
+    std::_Exit(1);
+  }
+#endif
   bool complete = true;
   for (const auto& [name, value] : kPinned) {
     if (std::getenv(name) != nullptr) continue;

@@ -68,7 +68,7 @@ class ShutdownSignal {
 // environment does not say otherwise: without it a small matrix product's bits depend on the alignment of memory. The
 // libraries may read the variables in their static initialisers, before main, so where one is missing this process is
 // started anew with it (execv of /proc/self/exe; same process number, arguments and open files). Call it at the first
-// line of main, before any thread.
+// line of main, before any thread. Ends the process with a message where an x86-64 processor has no AVX2.
 void SetEnvironmentForDeterminism(char** argv);
 
 }  // namespace moonpipe

@@ -16,42 +16,39 @@ struct Values {
   int64_t passing = 0;        // most at one time in the backward, beyond what is kept
 };
 
-// `inner` is the width of one feed-forward block, `rows` how often a token passes it.
-int64_t GatedValues(int64_t rows, int64_t inner) {
-  return 4 * rows * inner;  // gate, its activation, up and the product
-}
+// Of a feed-forward block: gate, up and the product.
+int64_t GatedValues(int64_t inner) { return 3 * inner; }
 
 Values LayerValues(const TextConfig& text, int64_t layer, const ParallelSizes& parallel) {
   const int64_t hidden = text.hidden_size;
   const int64_t heads = text.num_attention_heads / parallel.tensor;
   const int64_t width = text.qk_head_dim();
-  const bool padded = width != text.v_head_dim;
   Values values;
   // The residual input and the middle, each with its norm's output and inverse.
   values.kept = 4 * hidden + 2;
   if (text.q_lora_rank.has_value()) values.kept += 2 * *text.q_lora_rank + 1;
-  // Queries, attention's output (once more where the padding is cut off), its log-sums.
-  values.kept += 2 * heads * width + (padded ? heads * text.v_head_dim : 0) + heads;
-  // The latent vector before and after its norm; keys and values as attention reads them. Values of the same width are read
-  // where keys and values were expanded together.
-  values.kept_sequence = 2 * text.kv_lora_rank + text.qk_rope_head_dim + 1;
-  values.kept_sequence += heads * width + heads * (padded ? width : text.qk_nope_head_dim + text.v_head_dim);
-  const int64_t attention_passing = 6 * heads * width;
+  // Queries, attention's output, its log-sums.
+  values.kept += heads * (width + text.v_head_dim + 1);
+  // The latent vector before and after its norm; keys as attention reads them, values where they were expanded together with keys.
+  const int64_t expanded = text.qk_nope_head_dim + text.v_head_dim;
+  values.kept_sequence = 2 * text.kv_lora_rank + 1 + heads * (width + expanded);
+  // Gradients of the output, of queries, keys and values, and of the latter two together.
+  const int64_t attention_passing = heads * (2 * width + 2 * text.v_head_dim + expanded);
 
   if (!text.IsMoeLayer(layer)) {
     const int64_t inner = text.intermediate_size / parallel.tensor;
-    values.kept += GatedValues(1, inner);
-    values.passing = std::max(attention_passing, hidden + 2 * inner);
+    values.kept += GatedValues(inner);
+    values.passing = std::max(attention_passing, hidden + 3 * inner);
     return values;
   }
   const int64_t choices = text.num_experts_per_tok;
   const int64_t inner = text.moe_intermediate_size / parallel.tensor;
   // Scores, the chosen, their weights before and after normalisation, and the tables of the rows.
   values.kept += text.n_routed_experts + kIndex * choices + 3 * choices + 1 + 3 * kIndex * choices;
-  // The rows of the experts at both ends.
-  values.kept += 2 * choices * hidden + GatedValues(choices, inner);
-  if (text.n_shared_experts > 0) values.kept += GatedValues(1, text.n_shared_experts * inner);
-  values.passing = std::max(attention_passing, hidden + choices * (2 * hidden + inner));
+  // The rows of the experts at both ends; gate and up, whose product is made again.
+  values.kept += choices * (2 * hidden + 2 * inner);
+  if (text.n_shared_experts > 0) values.kept += GatedValues(text.n_shared_experts * inner);
+  values.passing = std::max(attention_passing, hidden + choices * 2 * hidden);
   return values;
 }
 
@@ -59,10 +56,9 @@ Values LayerValues(const TextConfig& text, int64_t layer, const ParallelSizes& p
 Values PatchValues(const VisionConfig& vision) {
   const int64_t width = vision.hidden_size;
   Values values;
-  // Per block: residual input and middle, each with its norm's output, mean and deviation; queries, keys and values before the
-  // rotation, since the values stay where they are, and rotated queries and keys; attention's output and log-sums; the inner
-  // width around the activation.
-  const int64_t block = 2 * (2 * width + 2) + 3 * width + 2 * width + width + vision.num_attention_heads + 2 * vision.intermediate_size;
+  // Per block: residual input and middle, each with its norm's output, mean and deviation; rotated queries and keys with the values;
+  // attention's output and log-sums; the inner width around the activation.
+  const int64_t block = 2 * (2 * width + 2) + 3 * width + width + vision.num_attention_heads + 2 * vision.intermediate_size;
   // Pixels, and after the last block: input of the last norm, windows, their norm, and around the projector's activation.
   values.kept = vision.patch_values() + vision.num_hidden_layers * block + 5 * width + 4;
   values.passing = std::max(2 * vision.intermediate_size, 6 * width);
@@ -76,14 +72,10 @@ MemoryEstimate EstimateMemory(const ModelConfig& config, const PartRange& range,
   const ParallelSizes& parallel = options.parallel;
   const TextConfig& text = config.text;
   int64_t trained = -options.frozen_parameters;
-  int64_t largest = 0;  // weight of a layer or the tower, whose gradient passes on its way to the accumulator
   for (const TensorSpec& tensor : ListTensors(config, range)) {
     const int64_t elements = ElementsPerDevice(tensor, parallel);
     estimate.parameters += elements;
     if (tensor.trainable) trained += elements;
-    const bool by_layer = tensor.layer >= 0 || tensor.part != ModelPartKind::kDecoder;
-    // Experts are one stack.
-    if (by_layer) largest = std::max(largest, tensor.expert >= 0 ? elements * text.n_routed_experts : elements);
   }
   trained = std::max<int64_t>(trained, 0);
   // A tied head has gradients of its own.
@@ -117,13 +109,11 @@ MemoryEstimate EstimateMemory(const ModelConfig& config, const PartRange& range,
     passing = std::max(passing, patches * values.passing);
   }
   kept *= options.live_microbatches;
-  int64_t working = passing + largest;
+  int64_t working = passing;
   if (range.has_head) {
     // In the loss: the trained rows and their gradient, the gradient of the head's weight, and a block's logits with their exponentials.
     working = std::max(working, 2 * text.hidden_size * tokens + vocabulary * (text.hidden_size + 2 * std::min(tokens, kLossRows)));
   }
-  // The embedding's gradient is made last, when nothing is kept.
-  if (range.has_embedding) working = std::max(working, vocabulary * text.hidden_size - kept);
   estimate.activations_bytes = kFloatBytes * kept;
   estimate.working_bytes = kFloatBytes * working;
   return estimate;

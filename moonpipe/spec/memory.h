@@ -29,7 +29,7 @@ struct MemoryEstimate {
   int64_t gradients_bytes = 0;  // fp32, of every group
   int64_t optimizer_bytes = 0;  // two fp32 moments
   int64_t activations_bytes = 0;  // fp32, kept for the backward by all live microbatches
-  int64_t working_bytes = 0;      // passing tensors at the worst moment, with the gradient of one weight before it is added
+  int64_t working_bytes = 0;      // passing tensors at the worst moment
   int64_t state_bytes() const { return weights_bytes + gradients_bytes + optimizer_bytes; }
   int64_t total_bytes() const { return state_bytes() + activations_bytes + working_bytes; }
 };
