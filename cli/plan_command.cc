@@ -245,6 +245,7 @@ absl::StatusOr<PlanReport> MakePlanReport(const PlanArguments& arguments) {
   inputs.parallel = arguments.parallel;
   inputs.manifest = report.manifest;
   inputs.gradient_groups = spec.train().gradient_groups();
+  inputs.recompute = RecomputeOf(spec.train().recompute());
   inputs.schedule.name = spec.pipeline().schedule();
   inputs.schedule.stages = static_cast<int32_t>(spec.pipeline().stages());
   inputs.schedule.microbatches = static_cast<int32_t>(spec.pipeline().microbatches() / arguments.parallel.replicas());
@@ -257,6 +258,7 @@ absl::StatusOr<PlanReport> MakePlanReport(const PlanArguments& arguments) {
   for (const UpdateRule& rule : rules) {
     moves.push_back(!rule.frozen);
     inputs.frozen_tensors.push_back(rule.frozen);
+    inputs.muon_tensors.push_back(rule.kind == UpdateKind::kMuon);
   }
   inputs.frozen = FindFrozenParts(config, tensors, moves);
   MOONPIPE_ASSIGN_OR_RETURN(report.estimate, EstimatePlan(config, inputs));

@@ -144,7 +144,7 @@ void CheckTrain(const cluster::v1::TrainSpec& train, const cluster::v1::Pipeline
   v->NotNegative("train.expert_bias_rate", train.expert_bias_rate());
   v->OneOf("train.expert_bias_rule", train.expert_bias_rule(), {"sign", "centred"});
   v->NotNegative("train.balance_loss_weight", train.balance_loss_weight());
-  v->OneOf("train.recompute", train.recompute(), {"none"});
+  v->OneOf("train.recompute", train.recompute(), {"none", "experts", "layers"});
   v->OneOf("train.compute_type", train.compute_type(), {"fp32", "bf16"});
 }
 

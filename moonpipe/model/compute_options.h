@@ -3,6 +3,8 @@
 
 #include <torch/torch.h>
 
+#include "moonpipe/spec/memory.h"
+
 namespace moonpipe {
 
 // Where RMSNorm rounds when it computes in bf16 (architecture section 0.2). In fp32 the two are one.
@@ -20,6 +22,7 @@ struct ComputeOptions {
   bool loop_experts = false;
   // Attention in plain steps (products, mask, softmax in fp32) instead of LibTorch's kernel. Holds all logits of a span.
   bool explicit_attention = false;
+  Recompute recompute = Recompute::kNone;
 };
 
 }  // namespace moonpipe

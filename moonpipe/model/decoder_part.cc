@@ -88,7 +88,7 @@ DecoderOutput DecoderPart::Forward(const DecoderInput& input) {
   DecoderOutput output;
   for (const DecoderLayer& layer : layers_) {
     LayerRecord record;
-    hidden_TH = layer.Forward(hidden_TH, layout, rotary, {input.largest_logits, input.balance_scale}, &record, observer_);
+    hidden_TH = layer.Forward(hidden_TH, layout, rotary, {input.largest_logits, {input.balance_scale, Pinned(layer.layer())}}, &record, observer_);
     if (layer.has_experts()) output.loads.push_back({layer.layer(), record.experts.counts_E, record.experts.balance_loss});
     if (record.largest_logits_N.defined()) output.logits.push_back({layer.layer(), record.largest_logits_N});
   }
@@ -111,9 +111,13 @@ DecoderOutput DecoderPart::Forward(const DecoderInput& input) {
 }
 
 void DecoderPart::PinRouting(int64_t layer, const Tensor& indices_TK) {
-  const auto found = std::find_if(layers_.begin(), layers_.end(), [&](const DecoderLayer& known) { return known.layer() == layer; });
-  TORCH_CHECK(found != layers_.end() && found->has_experts(), "layer ", layer, " is not a layer with experts of this part");
-  found->experts().Pin(indices_TK);
+  TORCH_CHECK(LayerOf(layer).has_experts(), "layer ", layer, " has no experts");
+  pinned_TK_[layer] = indices_TK;
+}
+
+Tensor DecoderPart::Pinned(int64_t layer) const {
+  const auto found = pinned_TK_.find(layer);
+  return found == pinned_TK_.end() ? Tensor() : found->second;
 }
 
 const DecoderLayer& DecoderPart::LayerOf(int64_t layer) const {

@@ -12,6 +12,7 @@
 
 #include <torch/torch.h>
 
+#include <map>
 #include <vector>
 
 #include "moonpipe/model/decoder_layer.h"
@@ -82,6 +83,7 @@ class DecoderPart {
  private:
   torch::Tensor Embed(const DecoderInput& input) const;
   const DecoderLayer& LayerOf(int64_t layer) const;
+  torch::Tensor Pinned(int64_t layer) const;
   RotaryTable Rotary(const std::vector<int64_t>& document_lengths);
 
   TextConfig config_;
@@ -92,6 +94,7 @@ class DecoderPart {
   torch::Tensor final_norm_;  // undefined without head
   torch::Tensor head_;
   std::vector<DecoderLayer> layers_;
+  std::map<int64_t, torch::Tensor> pinned_TK_;  // by layer
   // Angles of positions 0 .. n, grown to the longest document seen.
   RotaryTable positions_;
   TensorObserver observer_;

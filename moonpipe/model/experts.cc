@@ -55,10 +55,10 @@ MixtureOfExperts::MixtureOfExperts(const ParameterStore& store, const std::strin
   if (config_.n_shared_experts > 0) shared_.emplace_back(store, prefix + "shared_experts.");
 }
 
-Tensor MixtureOfExperts::Forward(const Tensor& x_TH, const std::vector<int64_t>& lengths, double balance_scale, ExpertRecord* record,
+Tensor MixtureOfExperts::Forward(const Tensor& x_TH, const std::vector<int64_t>& lengths, const ExpertOptions& options, ExpertRecord* record,
                                  const TensorObserver& observer) const {
   const Tensor logits_TE = Linear(x_TH.to(torch::kFloat), router_.to(torch::kFloat));
-  const Routing routing = Route(config_, logits_TE, correction_, pinned_TK_);
+  const Routing routing = Route(config_, logits_TE, correction_, options.pinned_TK);
   const ExpertPlan plan = PlanExperts(routing.indices_TK, config_.n_routed_experts);
   if (record != nullptr) record->counts_E = torch::tensor(plan.offsets, torch::kLong).diff();
   if (observer) {
@@ -70,8 +70,8 @@ Tensor MixtureOfExperts::Forward(const Tensor& x_TH, const std::vector<int64_t>&
 
   Tensor out_TH = loop_ ? LoopedExperts(x_TH, routing, plan) : SortedExperts(x_TH, routing, plan);
   if (!shared_.empty()) out_TH = out_TH + shared_.front().Forward(x_TH);
-  if (balance_scale <= 0 || !at::GradMode::is_enabled()) return out_TH;
-  const Tensor balance = BalanceLoss(config_, logits_TE, routing.indices_TK, lengths) * balance_scale;
+  if (options.balance_scale <= 0) return out_TH;
+  const Tensor balance = BalanceLoss(config_, logits_TE, routing.indices_TK, lengths) * options.balance_scale;
   if (record != nullptr) record->balance_loss = balance.detach();
   return AttachLoss(out_TH, balance);
 }

@@ -41,7 +41,12 @@ ExpertPlan PlanExperts(const torch::Tensor& indices_TK, int64_t experts);
 // What a forward of a layer's experts shows besides its output.
 struct ExpertRecord {
   torch::Tensor counts_E;      // tokens of each expert, int64 [E] on the host
-  torch::Tensor balance_loss;  // fp32 scalar without a graph; undefined where there is none
+  torch::Tensor balance_loss;  // fp32 scalar without a graph; undefined where none is asked for
+};
+
+struct ExpertOptions {
+  double balance_scale = 0;      // above 0: the backward also minimises this times BalanceLoss
+  torch::Tensor pinned_TK = {};  // chosen in place of the router's choices where defined, see DecoderPart::PinRouting
 };
 
 class MixtureOfExperts {
@@ -49,13 +54,9 @@ class MixtureOfExperts {
   // `prefix` ends in "mlp.".
   MixtureOfExperts(const ParameterStore& store, const std::string& prefix, int64_t layer);
 
-  // Routed experts plus the shared one, [T, H]. `lengths` are the documents that the rows hold. With `balance_scale` above 0 and a graph, the
-  // backward also minimises balance_scale * BalanceLoss. `record` may be null.
-  torch::Tensor Forward(const torch::Tensor& x_TH, const std::vector<int64_t>& lengths, double balance_scale, ExpertRecord* record,
+  // Routed experts plus the shared one, [T, H]. `lengths` are the documents that the rows hold. `record` may be null.
+  torch::Tensor Forward(const torch::Tensor& x_TH, const std::vector<int64_t>& lengths, const ExpertOptions& options, ExpertRecord* record,
                         const TensorObserver& observer) const;
-
-  // See DecoderPart::PinRouting.
-  void Pin(const torch::Tensor& indices_TK) { pinned_TK_ = indices_TK; }
 
   const torch::Tensor& correction() const { return correction_; }
 
@@ -71,7 +72,6 @@ class MixtureOfExperts {
   torch::Tensor gate_;
   torch::Tensor up_;
   torch::Tensor down_;
-  torch::Tensor pinned_TK_;  // undefined: the router chooses
   std::vector<FeedForward> shared_;  // one or none
 };
 

@@ -8,6 +8,7 @@
 #include "moonpipe/model/linear.h"
 #include "moonpipe/model/norms.h"
 #include "moonpipe/model/position_table.h"
+#include "moonpipe/model/recompute.h"
 #include "moonpipe/model/rows.h"
 #include "moonpipe/model/test_faults.h"
 
@@ -161,7 +162,10 @@ Tensor VisionTower::Forward(const Tensor& patches, const std::vector<PatchGrid>&
   Tensor x_ND = Embed(patches, grids);
   if (observer_) observer_("vision.patch_embed", x_ND);
   for (size_t i = 0; i < blocks_.size(); ++i) {
-    x_ND = RunBlock(blocks_[i], x_ND, layout, rotary);
+    x_ND = compute_.recompute != Recompute::kLayers ? RunBlock(blocks_[i], x_ND, layout, rotary)
+                                                    : Recomputed(x_ND, AnyTrained(blocks_[i].All()), [this, i, layout, rotary](const Tensor& x, bool /*again*/) {
+                                                        return RunBlock(blocks_[i], x, layout, rotary);
+                                                      });
     if (observer_) observer_(absl::StrCat("vision.layers.", i), x_ND);
   }
   x_ND = LayerNorm(x_ND, final_norm_weight_, final_norm_bias_, kNormEps);

@@ -49,6 +49,10 @@ class VisionTower {
   struct Block {
     torch::Tensor norm0_weight, norm0_bias, wqkv_weight, wqkv_bias, wo_weight, wo_bias;
     torch::Tensor norm1_weight, norm1_bias, fc0_weight, fc0_bias, fc1_weight, fc1_bias;
+
+    std::vector<torch::Tensor> All() const {
+      return {norm0_weight, norm0_bias, wqkv_weight, wqkv_bias, wo_weight, wo_bias, norm1_weight, norm1_bias, fc0_weight, fc0_bias, fc1_weight, fc1_bias};
+    }
   };
   // What depends on the numbers of rows and columns alone.
   struct Geometry {

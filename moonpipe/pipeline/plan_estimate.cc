@@ -62,14 +62,19 @@ absl::StatusOr<PlanEstimate> EstimatePlan(const ModelConfig& config, const Estim
     memory.microbatch_tokens = inputs.microbatch_tokens;
     memory.patches = inputs.patches;
     memory.gradient_groups = inputs.gradient_groups;
+    memory.recompute = inputs.recompute;
     // The tower's own service is whole in each replica.
     if (divided) memory.parallel = inputs.parallel;
     for (const int32_t chunk : worker.chunks) device.live_microbatches = std::max(device.live_microbatches, MostLive(worker, chunk));
     memory.live_microbatches = device.live_microbatches;
-    for (size_t i = 0; i < inputs.frozen_tensors.size(); ++i) {
-      const TensorSpec& tensor = tensors[i];
-      if (inputs.frozen_tensors[i] && tensor.trainable && Contains(part, config.text.tie_word_embeddings, tensor)) {
-        memory.frozen_parameters += ElementsPerDevice(tensor, memory.parallel);
+    const auto is = [](const std::vector<bool>& flags, size_t i) { return i < flags.size() && flags[i]; };
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!tensors[i].trainable || !Contains(part, config.text.tie_word_embeddings, tensors[i])) continue;
+      const int64_t elements = ElementsPerDevice(tensors[i], memory.parallel);
+      if (is(inputs.frozen_tensors, i)) {
+        memory.frozen_parameters += elements;
+      } else if (is(inputs.muon_tensors, i)) {
+        memory.one_moment_parameters += elements;
       }
     }
     device.memory = EstimateMemory(config, part, memory);

@@ -28,11 +28,13 @@ struct EstimateInputs {
   int64_t microbatch_tokens = 0;
   int64_t patches = -1;            // of a microbatch's pictures; -1: the worst, every token a media position
   int64_t gradient_groups = 1;
+  Recompute recompute = Recompute::kNone;
   ParallelSizes parallel = {};
   // The step over all replicas, for the FLOPs; empty: none are counted.
   data::v1::StepManifest manifest = {};
   FrozenParts frozen = {};
   std::vector<bool> frozen_tensors = {};  // by tensor of ListTensors(config); empty: none
+  std::vector<bool> muon_tensors = {};    // likewise: one moment instead of two
 };
 
 // Devices that do the same: one of each stage and of the encoder, in every replica.

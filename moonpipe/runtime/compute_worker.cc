@@ -72,6 +72,7 @@ ComputeOptions ComputeOptionsOf(const cluster::v1::TrainingRunSpec& spec) {
   compute.norm_rounding = spec.model().norm_rounding() == "after_weight" ? NormRounding::kAfterWeight : NormRounding::kBeforeWeight;
   compute.loop_experts = spec.model().experts() == "loop";
   compute.explicit_attention = spec.model().attention() == "explicit";
+  compute.recompute = RecomputeOf(spec.train().recompute());
   return compute;
 }
 

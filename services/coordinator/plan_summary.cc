@@ -15,7 +15,11 @@ absl::StatusOr<std::string> SummarizePlan(const ClusterPlan& plan, const std::st
   inputs.parts = plan.parts;
   inputs.microbatch_tokens = static_cast<int64_t>(spec.pipeline().microbatch_tokens());
   inputs.gradient_groups = static_cast<int64_t>(spec.train().gradient_groups());
-  for (const UpdateRule& rule : rules) inputs.frozen_tensors.push_back(rule.frozen);
+  inputs.recompute = RecomputeOf(spec.train().recompute());
+  for (const UpdateRule& rule : rules) {
+    inputs.frozen_tensors.push_back(rule.frozen);
+    inputs.muon_tensors.push_back(rule.kind == UpdateKind::kMuon);
+  }
   MOONPIPE_ASSIGN_OR_RETURN(const PlanEstimate estimate, EstimatePlan(config, inputs));
   PlanSummary summary;
   summary.run = run;

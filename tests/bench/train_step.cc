@@ -1,7 +1,7 @@
 // One training step in one process: tower, decoder, loss, backward, AdamW, as the services take it. Driven by tests/bench/train_step.py,
 // which runs it side by side with a peer: every line on stdin is one step, answered by one line of JSON; the end of stdin ends it.
 //
-//   train_step CONFIG.json SEQUENCE ROWS COLUMNS THREADS
+//   train_step CONFIG.json SEQUENCE ROWS COLUMNS THREADS [none|experts|layers]
 //
 // The sequence begins with 8 text tokens, then the picture's placeholders, then text; all text after the first token is trained.
 #include <sys/resource.h>
@@ -30,7 +30,7 @@ double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-int Bench(const std::string& config_path, int64_t sequence, int64_t rows, int64_t columns, int threads) {
+int Bench(const std::string& config_path, int64_t sequence, int64_t rows, int64_t columns, int threads, Recompute recompute) {
   at::set_num_threads(threads);
   const auto config = ReadModelConfig(config_path);
   if (!config.ok()) {
@@ -42,6 +42,9 @@ int Bench(const std::string& config_path, int64_t sequence, int64_t rows, int64_
   whole.has_embedding = whole.has_head = true;
   whole.has_vision = config->vision.has_value();
   ParameterStore store(*config, whole);
+  ComputeOptions compute;
+  compute.recompute = recompute;
+  store.set_compute(compute);
   DrawFreshWeights(0, store);
   GradientAccumulator gradients(&store, 1);
   cluster::v1::OptimizerSpec spec;
@@ -97,9 +100,10 @@ int Bench(const std::string& config_path, int64_t sequence, int64_t rows, int64_
 
 int main(int argc, char** argv) {
   moonpipe::SetEnvironmentForDeterminism(argv);
-  if (argc != 6) {
-    std::cerr << "usage: train_step CONFIG.json SEQUENCE ROWS COLUMNS THREADS\n";
+  if (argc != 6 && argc != 7) {
+    std::cerr << "usage: train_step CONFIG.json SEQUENCE ROWS COLUMNS THREADS [none|experts|layers]\n";
     return 2;
   }
-  return moonpipe::Bench(argv[1], std::atoll(argv[2]), std::atoll(argv[3]), std::atoll(argv[4]), std::atoi(argv[5]));
+  return moonpipe::Bench(argv[1], std::atoll(argv[2]), std::atoll(argv[3]), std::atoll(argv[4]), std::atoi(argv[5]),
+                         moonpipe::RecomputeOf(argc == 7 ? argv[6] : "none"));
 }

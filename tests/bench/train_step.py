@@ -4,9 +4,11 @@
     scripts/build dev train_step
     tests/bench/train_step.py build/dev/tests/bench/train_step --peer-python VENV/bin/python [--pairs 7] [--threads 2]
     tests/bench/train_step.py build/dev/tests/bench/train_step --growth
+    tests/bench/train_step.py build/dev/tests/bench/train_step --recompute
 
 The peer needs a Python with torch 2.11 and transformers 5; it runs twice, eager and compiled. The model has 70 M parameters in the form
-of Kimi K2.5: 512 tokens, 256 of them features of one picture of 448 x 448 pixels. --growth varies our own model instead.
+of Kimi K2.5: 512 tokens, 256 of them features of one picture of 448 x 448 pixels. --growth varies our own model instead,
+--recompute what its backward makes again.
 """
 import argparse
 import json
@@ -97,13 +99,14 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled peer out")
     parser.add_argument("--growth", action="store_true")
+    parser.add_argument("--recompute", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        def stepper(name, command, tokens=512, **changes):
+        def stepper(name, command, tokens=512, recompute=None, **changes):
             path = os.path.join(folder, f"{name}.json")
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(config(**changes), file)
-            flags = ["--compile"] if name == "compiled" else []
+            flags = ["--compile"] if name == "compiled" else [recompute] if recompute else []
             return Stepper(name, [*command, path, str(tokens), "32", "32", str(arguments.threads), *flags],
                            dict(os.environ, OMP_NUM_THREADS=str(arguments.threads), MKL_NUM_THREADS=str(arguments.threads)))
 
@@ -111,6 +114,11 @@ def main():
         if arguments.growth:
             steppers = [stepper("64-experts", ours, experts=64), stepper("1024-tokens", ours, tokens=1024),
                         stepper("12-layers", ours, layers=12), stepper("base", ours)]
+            run_in_turn(steppers, arguments.pairs)
+            report(steppers)
+            return
+        if arguments.recompute:
+            steppers = [stepper(f"recompute-{kind}", ours, recompute=kind) for kind in ("experts", "layers", "none")]
             run_in_turn(steppers, arguments.pairs)
             report(steppers)
             return

@@ -190,7 +190,8 @@ TEST(PlanCommandTest, MoreMicrobatchesWaitAtTheFirstStageThanAtTheLast) {
   EXPECT_EQ(plan["devices"][0]["live_microbatches"], 3);
   EXPECT_EQ(plan["devices"][2]["live_microbatches"], 1);
   arguments.schedule = "gpipe";
-  for (const Json& device : PlanOf(arguments)["devices"]) EXPECT_EQ(device["live_microbatches"], 8);
+  const Json gpipe = PlanOf(arguments);
+  for (const Json& device : gpipe["devices"]) EXPECT_EQ(device["live_microbatches"], 8);
 }
 
 TEST(PlanCommandTest, AFrozenTowerCountsAThirdAndHoldsNoMoments) {

@@ -178,6 +178,17 @@ TEST(IdentityTest, Bf16GivesEqualBytesOnOneAndTwoStages) {
   ExpectEqualRuns(RunTrain(Digits(), "bf16-one", one), RunTrain(Digits(), "bf16-two", two));
 }
 
+TEST(IdentityTest, WhatIsMadeAgainInTheBackwardGivesTheBytesOfWhatIsKept) {
+  const std::vector<std::string> options = {"train.steps=3", "train.balance_loss_weight=0.1", "optimizer.kind=muon", "optimizer.qk_clip_threshold=0.02"};
+  const TrainResult kept = RunTrain(Digits(), "recompute-none", options);
+  ASSERT_EQ(kept.exit_code, 0) << kept.err;
+  for (const std::string recompute : {"experts", "layers"}) {
+    std::vector<std::string> all = options;
+    all.push_back("train.recompute=" + recompute);
+    ExpectEqualRuns(kept, RunTrain(Digits(), "recompute-" + recompute, all));
+  }
+}
+
 // Samples without a picture; every third names what would be seen.
 TarMembers TextSamples(int count) {
   const char* digits[] = {"zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"};
