@@ -1,7 +1,7 @@
 // Attention of a packed sequence whose rows are cut into spans (documents, or pictures) that never see each other. No mask over
-// sequence x sequence exists: spans of one length are one batched call, so a span's result has the same bits in any company.
+// sequence x sequence exists, and a span has the same bits in any company.
 //
-// Shapes: T rows, N heads, d width of query and key (and of the value, padded).
+// Shapes: T rows, N heads, d width of query and key, v width of the value.
 #pragma once
 
 #include <torch/torch.h>
@@ -40,9 +40,10 @@ class SpanLayout {
   torch::Tensor inverse_;
 };
 
-// softmax(scale * q k^T) v within each span, lower triangle only if causal. q, k, v [T, N, d] -> [T, N, d]. `in_steps` multiplies, masks and
-// takes the softmax (in fp32) in plain operations that hold every logit, instead of LibTorch's kernel.
-torch::Tensor SpanAttention(const torch::Tensor& q_TNd, const torch::Tensor& k_TNd, const torch::Tensor& v_TNd, const SpanLayout& layout,
+// softmax(scale * q k^T) v within each span, lower triangle only if causal. q, k [T, N, d] and v [T, N, v] -> [T, N, v]. In fp32 on the host
+// it is BlockedAttention, elsewhere LibTorch's kernel, span lengths grouped; `in_steps` multiplies, masks and takes the softmax (in fp32) in
+// plain operations that hold every logit.
+torch::Tensor SpanAttention(const torch::Tensor& q_TNd, const torch::Tensor& k_TNd, const torch::Tensor& v_TNv, const SpanLayout& layout,
                             bool causal, double scale, bool in_steps = false);
 
 // Largest scale * q k of each head over all pairs that causal attention looks at, fp32 [N], without a graph. Costs the products again, a
